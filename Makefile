@@ -1,0 +1,71 @@
+# `make` or `make help` lists the targets. Needs GNU make, flock (util-linux) and Python 3.11 with venv.
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+EXTRAS := dev,otel,report,fleet
+# The environment is as new as these two files and the interpreter; any change moves the stamp.
+STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV; } | sha256sum | cut -c1-16)
+NVTX_OLD := .cache/nvtx-0.2.11
+
+.DEFAULT_GOAL := help
+.PHONY: help venv lock demo test check format bench gpu-check nsys-env clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  ARGS="..." is passed on by demo, test and bench; PYTHON=... chooses the interpreter of a new .venv.'
+
+venv: $(STAMP)  ## .venv with all extras and this checkout (editable), as constraints.txt pins it
+
+# Locked: two makes at once would write one environment. The second finds the stamp and does nothing.
+$(STAMP):
+	@flock .venv.lock sh -ec '\
+	  if [ -e $@ ]; then exit 0; fi; \
+	  echo "building .venv (about a minute)"; \
+	  $(BIN)/python -c "" 2>/dev/null && [ "$$($(BIN)/python -VV)" = "$$($(PYTHON) -VV)" ] \
+	    || $(PYTHON) -m venv --clear .venv; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"; \
+	  rm -f .venv/stamp-*; \
+	  touch $@'
+
+lock:  ## renew constraints.txt: newest releases the ranges allow, torch kept
+	$(PYTHON) -m venv --clear .cache/lock
+	.cache/lock/bin/python -m pip install --quiet --disable-pip-version-check \
+	  "$$(grep '^torch==' constraints.txt)" ".[$(EXTRAS)]"
+	{ grep '^#' constraints.txt; .cache/lock/bin/python -m pip freeze --exclude hicache-obs | sed 's/+cpu//'; } \
+	  > .cache/constraints.txt
+	mv .cache/constraints.txt constraints.txt
+
+demo: venv  ## run the built-in demonstration (ARGS: options of `hicache-obs demo`)
+	@$(BIN)/hicache-obs demo $(ARGS)
+
+test: venv  ## run the tests (ARGS: pytest options, e.g. ARGS="-k packaging" or ARGS="-n 2")
+	$(BIN)/python -m pytest $(ARGS)
+
+check: venv  ## format, lint, types and import order, as CI runs them
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: venv  ## rewrite the code to the project's format and apply safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv  ## run the benchmarks side by side with their peers (ARGS: pytest options)
+	$(BIN)/python -m pytest benchmarks/ --benchmark-only $(ARGS)
+
+gpu-check:  ## the checks that need a CUDA device, with the system's own Python and torch
+	PYTHONPATH=. $(PYTHON) tests/gpu/check.py $(ARGS)
+
+nsys-env: $(NVTX_OLD)/.complete  ## nvtx 0.2.11 beside the environment, for the Nsight Systems tests
+
+# Debian's nsys 2022.4 lacks a payload extension that nvtx >= 0.2.12 asks for, and so loses all its ranges.
+$(NVTX_OLD)/.complete: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NVTX_OLD) nvtx==0.2.11
+	touch $@
+
+clean:  ## remove the environment, caches and build results
+	rm -rf .venv .venv.lock .cache build dist *.egg-info site htmlcov .coverage .coverage.*
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

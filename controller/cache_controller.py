@@ -1,0 +1,225 @@
+"""Load-back and write-back between the two tiers: queues, merging, fences, layer events, acknowledgements.
+
+Life of a load-back: ``load`` claims host-only nodes and gives them device pages; ``start_loading`` merges what is
+queued into one transfer, fences it, submits it and returns a ticket for the round that will consume it;
+``acknowledge`` synchronises with its end and unpins the nodes. Write-backs likewise, without a ticket.
+
+Everything runs on the scheduler's thread. Acknowledgements are taken at a fixed distance in scheduler steps, not
+when a query happens to succeed, so the host's decisions never depend on device timing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hicache_obs.controller.fence_policy import FencePolicy
+from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
+from hicache_obs.controller.radix_cache import Node, RadixCache
+from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
+from hicache_obs.errors import ControllerError, PagePinned
+from hicache_obs.records import Access, Mode, PageIds, Purpose, Space, Work
+from hicache_obs.streams.protocol import Device, Event, Stream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheOperation:
+    """Queued work on one node. Page arrays are the node's at the time; a later split does not change them."""
+
+    node: Node
+    device_pages: PageIds
+    host_pages: PageIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SubmittedTransfer:
+    """A transfer in flight.
+
+    Attributes:
+        transfer: Its id.
+        operations: What it moves.
+        stream: Stream it runs on.
+        finish: Recorded after its last copy.
+        step: Scheduler step of the submission.
+    """
+
+    transfer: int
+    operations: tuple[CacheOperation, ...]
+    stream: Stream
+    finish: Event
+    step: int
+
+
+@dataclass(slots=True)
+class ControllerCounters:
+    """What the controller did. Load-backs and write-backs count transfers, pages count once per transfer."""
+
+    load_backs: int = 0
+    write_backs: int = 0
+    restored_pages: int = 0
+    backed_up_pages: int = 0
+    index_moves: int = 0
+
+
+def merge_ops(operations: Sequence[CacheOperation]) -> tuple[PageIds, PageIds]:
+    """Device pages and host pages of all operations, in queue order: one transfer instead of many."""
+    return (
+        np.concatenate([operation.device_pages for operation in operations]),
+        np.concatenate([operation.host_pages for operation in operations]),
+    )
+
+
+@dataclass(eq=False)
+class CacheController:
+    """Moves cached prefixes between the tiers.
+
+    Attributes:
+        device, engine, radix, policy: Its parts.
+        load_fence_stream, write_fence_stream: Stream whose forward rounds a load-back, a write-back must not
+            overtake. ``None`` (the default) means no fence; the scheduler sets them from the model runner before
+            every submission, since the forward stream may be replaced.
+        layer_done: Hands layer events to consuming rounds.
+        on_transfer: Called with every submitted transfer; the demo's writer gate listens.
+        counters: What it did.
+    """
+
+    device: Device
+    engine: TransferEngine
+    radix: RadixCache
+    policy: FencePolicy
+    load_fence_stream: Stream | None = None
+    write_fence_stream: Stream | None = None
+    layer_done: LayerDoneCounter = field(init=False)
+    on_transfer: Callable[[SubmittedTransfer], None] | None = None
+    counters: ControllerCounters = field(default_factory=ControllerCounters)
+    _load_queue: list[CacheOperation] = field(default_factory=list)
+    _write_queue: list[CacheOperation] = field(default_factory=list)
+    _loads: deque[SubmittedTransfer] = field(default_factory=deque)
+    _writes: deque[SubmittedTransfer] = field(default_factory=deque)
+    _transfers: int = 0
+
+    def __post_init__(self) -> None:
+        self.layer_done = LayerDoneCounter(self.device, self.engine.device_pool.layout.layers)
+
+    @property
+    def transfers_in_flight(self) -> int:
+        """Submitted transfers that are not acknowledged."""
+        return len(self._loads) + len(self._writes)
+
+    def load(self, node: Node, device_pages: PageIds, tenancies: PageIds) -> None:
+        """Queue the load-back of a host-only node into ``device_pages``; parents first.
+
+        The node gets its device pages and is pinned at once; ``start_loading`` submits the copies.
+
+        Args:
+            node: On the host only, its parent on the device.
+            device_pages, tenancies: ``(n,) int64`` freshly allocated pages and their ledger tenancies.
+
+        Raises:
+            PagePinned: An in-flight load-back has claimed the node already. Nothing changed.
+            ControllerError: The node has no host pages, or see ``RadixCache.attach_device``.
+        """
+        if node.loading:
+            raise PagePinned(f"{node!r} is pinned by an in-flight load-back; wait for its acknowledgement")
+        if node.host_pages is None:
+            raise ControllerError(f"load: {node!r} has no host pages to restore from")
+        self.radix.attach_device(node, device_pages, tenancies)
+        node.loading = True
+        self._load_queue.append(CacheOperation(node, device_pages, node.host_pages))
+
+    def write(self, node: Node, host_pages: PageIds) -> None:
+        """Queue the write-back of a node into freshly allocated ``host_pages``; parents first.
+
+        The node is pinned until the acknowledgement. Its contents must have been launched, not finished: the
+        fence orders the copy after the rounds that write them.
+        """
+        if node.device_pages is None:
+            raise ControllerError(f"write: {node!r} has no device pages to back up")
+        self.radix.attach_host(node, host_pages)
+        node.backing_up = True
+        self._write_queue.append(CacheOperation(node, node.device_pages, host_pages))
+
+    def start_loading(self, step: int) -> Ticket | None:
+        """Submit all queued load-backs as one transfer.
+
+        Returns:
+            What the consuming round passes to ``layer_done.wait_until`` for each layer; ``None`` if the queue
+            was empty.
+        """
+        if not self._load_queue:
+            return None
+        move, operations = self._prepare(self._load_queue)
+        start = self.device.current_stream().record_event()
+        stream = self.engine.host_to_device_stream
+        self.policy.fence(stream, getattr(self, "load_fence_stream", None), move.device_pages, Purpose.LOAD_FENCE)
+        ticket = self.layer_done.begin()
+        finish = self.engine.submit_host_to_device(
+            move, start_event=start, on_layer_done=lambda layer: self.layer_done.complete(ticket, layer)
+        )
+        self.layer_done.finish(ticket, finish)
+        self.counters.load_backs += 1
+        self.counters.restored_pages += len(move.device_pages)
+        self._submitted(self._loads, SubmittedTransfer(move.transfer, operations, stream, finish, step))
+        return ticket
+
+    def start_writing(self, step: int) -> bool:
+        """Submit all queued write-backs as one transfer; whether there was one."""
+        if not self._write_queue:
+            return False
+        move, operations = self._prepare(self._write_queue)
+        start = self.device.current_stream().record_event()
+        stream = self.engine.device_to_host_stream
+        self.policy.fence(stream, getattr(self, "write_fence_stream", None), move.device_pages, Purpose.WRITE_FENCE)
+        finish = self.engine.submit_device_to_host(move, start_event=start)
+        self.counters.write_backs += 1
+        self.counters.backed_up_pages += len(move.device_pages)
+        self._submitted(self._writes, SubmittedTransfer(move.transfer, operations, stream, finish, step))
+        return True
+
+    def acknowledge(self, up_to_step: int) -> None:
+        """Synchronise with every transfer submitted in ``up_to_step`` or before, and unpin its nodes."""
+        while self._loads and self._loads[0].step <= up_to_step:
+            done = self._loads.popleft()
+            done.finish.synchronize()
+            for operation in done.operations:
+                operation.node.loading = False
+        while self._writes and self._writes[0].step <= up_to_step:
+            done = self._writes.popleft()
+            done.finish.synchronize()
+            for operation in done.operations:
+                operation.node.backing_up = False
+
+    def _prepare(self, queue: list[CacheOperation]) -> tuple[PageMove, tuple[CacheOperation, ...]]:
+        """Merge and empty ``queue`` and move the indices to the device on the current stream."""
+        operations = tuple(queue)
+        queue.clear()
+        device_pages, host_pages = merge_ops(operations)
+        self._transfers += 1
+        host_index = torch.from_numpy(host_pages)
+        device_index = torch.empty(len(device_pages), dtype=torch.int64, device=self.device.torch_device)
+        move = PageMove(self._transfers, device_pages, host_pages, device_index, host_index)
+        staging = torch.from_numpy(device_pages)
+        if device_index.device.type == "cuda":
+            staging = staging.pin_memory()
+        work = Work(
+            site="index move",
+            accesses=(Access(Space.BUFFER, Mode.WRITE, move.index_buffer),),
+            group=move.transfer,
+            size_bytes=device_index.nbytes,
+        )
+        self.device.launch(lambda: _fill(device_index, staging), work)
+        self.counters.index_moves += 1
+        return move, operations
+
+    def _submitted(self, queue: deque[SubmittedTransfer], transfer: SubmittedTransfer) -> None:
+        queue.append(transfer)
+        if self.on_transfer is not None:
+            self.on_transfer(transfer)
+
+
+def _fill(index: torch.Tensor, staging: torch.Tensor) -> None:
+    index.copy_(staging, non_blocking=True)

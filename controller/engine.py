@@ -1,0 +1,118 @@
+"""Puts one engine together: pools, caches, controller, runner, scheduler, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hicache_obs.controller.allocator import PageAllocator
+from hicache_obs.controller.cache_controller import CacheController
+from hicache_obs.controller.fence_policy import InFlight, fence_policy
+from hicache_obs.controller.ledger import ContentLedger
+from hicache_obs.controller.model_runner import ModelRunner
+from hicache_obs.controller.pattern import PatternRunner
+from hicache_obs.controller.pools import DevicePool, HostPool, KVLayout
+from hicache_obs.controller.radix_cache import RadixCache
+from hicache_obs.controller.scheduler import Scheduler, SchedulerOptions
+from hicache_obs.controller.transfer_engine import TransferEngine
+from hicache_obs.controller.transformer import TransformerRunner
+from hicache_obs.controller.workloads import Request
+from hicache_obs.errors import ConfigError
+from hicache_obs.streams.protocol import Device
+
+RUNNERS: Final = ("transformer", "pattern")
+TENANCIES_PER_PAGE: Final = 8
+"""Ledger room: each page a workload needs may be allocated this often, by restores and retractions."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that shapes an engine.
+
+    Attributes:
+        runner: ``transformer`` or ``pattern``.
+        fence: Policy of both directions: ``none``, ``stream`` or ``page``.
+        device_pages, host_pages: Pool sizes.
+        page_size: Tokens per page; a workload block is one page.
+        layers, heads, head_dim: Shape of the pools and the model.
+        vocabulary: Token ids are ``0 … vocabulary - 1``.
+        seed: Of the model's weights.
+        scheduler: Limits of the scheduler; ``host_tier`` off gives the reference run.
+    """
+
+    runner: str
+    fence: str
+    device_pages: int
+    host_pages: int
+    page_size: int
+    layers: int
+    heads: int
+    head_dim: int
+    vocabulary: int
+    seed: int
+    scheduler: SchedulerOptions
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine, ready to run.
+
+    Attributes:
+        scheduler, controller, runner, ledger: Its parts that callers look at.
+    """
+
+    scheduler: Scheduler
+    controller: CacheController
+    runner: ModelRunner
+    ledger: ContentLedger
+
+    def run(self, requests: Sequence[Request], *, after_step: Callable[[], None] | None = None) -> None:
+        """Run ``requests`` to completion; blocks. ``after_step`` is called after every scheduler step.
+
+        Afterwards everything submitted is acknowledged and the device is idle.
+        """
+        self.scheduler.submit(requests)
+        while not self.scheduler.done:
+            self.scheduler.step()
+            if after_step is not None:
+                after_step()
+        self.scheduler.drain()
+        self.scheduler.runner.device.synchronize()
+        if after_step is not None:
+            after_step()
+
+
+def build_engine(device: Device, config: EngineConfig, requests: Sequence[Request]) -> Engine:
+    """An engine on ``device`` sized for ``requests``.
+
+    Raises:
+        ConfigError: An unknown runner or policy, or a pool larger than memory.
+    """
+    if config.runner not in RUNNERS:
+        raise ConfigError(f"--runner {config.runner}: unknown runner; expected one of {', '.join(RUNNERS)}")
+
+    def layout(pages: int) -> KVLayout:
+        return KVLayout(config.layers, pages, config.page_size, config.heads, config.head_dim)
+
+    pool = DevicePool(layout(config.device_pages), device.torch_device)
+    host = HostPool(layout(config.host_pages), pinned=device.name == "cuda")
+    ledger = ContentLedger(config.layers, _tenancies(config, requests), device.torch_device)
+    runner: ModelRunner
+    if config.runner == "transformer":
+        runner = TransformerRunner(device, pool, ledger, seed=config.seed, vocabulary=config.vocabulary)
+    else:
+        runner = PatternRunner(device, pool, ledger, vocabulary=config.vocabulary)
+    device_pages = PageAllocator(config.device_pages, name="device")
+    in_flight = InFlight()
+    radix = RadixCache(config.page_size)
+    policy = fence_policy(config.fence, device_pages, in_flight)
+    controller = CacheController(device, TransferEngine(device, pool, host), radix, policy)
+    host_pages = PageAllocator(config.host_pages, name="host")
+    scheduler = Scheduler(runner, controller, radix, in_flight, device_pages, host_pages, ledger, config.scheduler)
+    return Engine(scheduler, controller, runner, ledger)
+
+
+def _tenancies(config: EngineConfig, requests: Sequence[Request]) -> int:
+    pages = sum(-(-(len(r.prompt) + r.output_length + 1) // config.page_size) for r in requests)
+    return TENANCIES_PER_PAGE * (pages + config.device_pages)

@@ -1,0 +1,237 @@
+"""Launching forward rounds: what every model shares, from token read to token write.
+
+A round is one launched segment, or one per layer when it consumes a load-back: a wait issued inside a round
+closes a segment. Everything a segment does to device memory happens in its launched function, content checks
+included, so the engine's own records are the whole truth about a round.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, RoundResult
+from hicache_obs.controller.ledger import ContentLedger
+from hicache_obs.controller.pools import DevicePool
+from hicache_obs.errors import ControllerError
+from hicache_obs.records import Mode, Work
+from hicache_obs.records import device as device_access
+from hicache_obs.streams.protocol import Device, Stream
+
+TOKEN_SLOTS = 1024
+"""Default length of the token buffer."""
+
+
+def to_device(array: npt.NDArray[np.generic], device: str) -> torch.Tensor:
+    """``array`` as a tensor on ``device``; call it inside a launched function.
+
+    On a CPU the tensor aliases the array, which must not change until the launched function has run. Elsewhere
+    it is a copy through pinned memory that does not block the host.
+    """
+    # Copies only what torch cannot alias, a read-only array included: it would warn.
+    tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    if device == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class RoundWork(ABC):
+    """The device side of one round: its segments run in order on the forward stream and share this object.
+
+    Only launched functions call its methods. It knows the batch, tensors and the ledger, never the runner.
+
+    Attributes:
+        batch: The round.
+        tokens: ``(t,) int64``, device: tokens this round adds to the cache, rows concatenated.
+        rows: ``(t,) int64``, host: row of each token.
+        positions: ``(t,) int64``, host: position of each token in its row's context.
+        context_lens: ``(n,) int64``, host: tokens each row attends to at its last position.
+        last: ``(n,) int64``, host: index into ``tokens`` of each row's last token.
+        k, v: Per layer, ``(pages * page_size, heads, head_dim)``, device: the pool's pages laid end to end.
+    """
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        pool: DevicePool,
+        ledger: ContentLedger,
+        token_buffer: torch.Tensor,
+        next_tokens: torch.Tensor,
+    ) -> None:
+        self.batch = batch
+        self.pool = pool
+        self.ledger = ledger
+        self.layout = pool.layout
+        self.device = str(token_buffer.device)
+        self._token_buffer = token_buffer
+        self._next_tokens = next_tokens
+
+    def run(self, first: int, end: int) -> None:
+        """Run layers ``first <= layer < end``; the first also embeds, the last also samples."""
+        if first == 0:
+            self._begin()
+            self.embed()
+        for layer in range(first, end):
+            self._check(layer)
+            self._write(layer, *self.keys_values(layer))
+            self.attend(layer)
+        if end == self.layout.layers:
+            sampled = self.sample()
+            self._token_buffer.index_copy_(0, self._token_slots, sampled)
+            self._next_tokens.copy_(sampled, non_blocking=True)
+
+    @abstractmethod
+    def embed(self) -> None:
+        """Turn ``tokens`` into the first layer's activations."""
+
+    @abstractmethod
+    def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of ``tokens`` at ``layer``: ``(t, heads, head_dim)`` each, of the pool's dtype."""
+
+    @abstractmethod
+    def attend(self, layer: int) -> None:
+        """Read the context from the pool, this round's tokens included, and finish ``layer``."""
+
+    @abstractmethod
+    def sample(self) -> torch.Tensor:
+        """Next token of each row: ``(n,) int64``, device."""
+
+    def upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        """``array`` on this round's device."""
+        return to_device(array, self.device)
+
+    def slots(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        """Place in ``k[layer]`` of each row's token at each position; any two shapes that broadcast."""
+        page, slot = np.divmod(positions, self.layout.page_size)
+        found: Int64Array = self.batch.page_table[rows, page] * self.layout.page_size + slot
+        return found
+
+    def _begin(self) -> None:
+        batch = self.batch
+        self.k = self.pool.k.flatten(1, 2).unbind()
+        self.v = self.pool.v.flatten(1, 2).unbind()
+        self._token_slots = self.upload(batch.token_slots)
+        self.context_lens = batch.prefix_lens + batch.new_lens
+        if batch.mode is BatchMode.DECODE:
+            self.tokens = self._token_buffer.index_select(0, self._token_slots)
+            self.rows = self.last = np.arange(batch.rows)
+            self.positions = batch.prefix_lens
+        else:
+            self.tokens = self.upload(batch.input_tokens)
+            ends = np.cumsum(batch.new_lens)
+            self.rows = np.repeat(np.arange(batch.rows), batch.new_lens)
+            self.last = ends - 1
+            self.positions = np.arange(ends[-1]) + np.repeat(self.context_lens - ends, batch.new_lens)
+        page, slot = np.divmod(self.positions, self.layout.page_size)
+        self._write_slots = self.upload(batch.page_table[self.rows, page] * self.layout.page_size + slot)
+        self._slots_in_page = self.upload(slot)
+        self._tenancies = self.upload(batch.page_tenancies[self.rows, page])
+        self._check_pages, self._check_tenancies, self._check_sources = (
+            self.upload(ids) for ids in (batch.check_pages, batch.check_tenancies, batch.check_sources)
+        )
+
+    def _check(self, layer: int) -> None:
+        if len(self._check_pages):
+            k = self.pool.k[layer].index_select(0, self._check_pages)
+            v = self.pool.v[layer].index_select(0, self._check_pages)
+            self.ledger.check_pages(layer, k, v, self._check_tenancies, self._check_sources)
+
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.k[layer].index_copy_(0, self._write_slots, k)
+        self.v[layer].index_copy_(0, self._write_slots, v)
+        self.ledger.add_tokens(layer, self._tenancies, self._slots_in_page, k, v)
+
+
+class ModelRunner(ABC):
+    """Launches forward rounds of one model on one device.
+
+    Attributes:
+        device: Where rounds run.
+        forward_stream: Stream of the rounds; may be replaced between rounds.
+        token_buffer: ``(token_slots,) int64``, device: last sampled token of each slot. Decode rounds read their
+            tokens from it, so round n+1 can be launched before the host has seen the tokens of round n.
+        launched_segments: Segments launched so far.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        pool: DevicePool,
+        ledger: ContentLedger,
+        *,
+        vocabulary: int,
+        token_slots: int = TOKEN_SLOTS,
+    ) -> None:
+        self.device = device
+        self.pool = pool
+        self.ledger = ledger
+        self.vocabulary = vocabulary
+        self.forward_stream: Stream = device.Stream("forward")
+        self.token_buffer = torch.zeros(token_slots, dtype=torch.int64, device=device.torch_device)
+        self.launched_segments = 0
+
+    def forward(self, batch: ForwardBatch, *, layer_wait: Callable[[int], None] | None = None) -> RoundResult:
+        """Launch ``batch`` on ``forward_stream`` and return at once.
+
+        Args:
+            batch: Its arrays must not change before the round is done.
+            layer_wait: Given when the round consumes a load-back. Called with each layer right before that
+                layer's segment is launched, the forward stream being current. Without it the round is one
+                segment.
+
+        Returns:
+            The round's ``done`` event and its tokens, which are valid once ``done`` is complete.
+
+        Raises:
+            ControllerError: ``batch`` has no row, a row without new tokens, or a token slot that does not exist.
+        """
+        self._validate(batch)
+        next_tokens = torch.empty(batch.rows, dtype=torch.int64, pin_memory=self.token_buffer.device.type == "cuda")
+        round_work = self.start(batch, next_tokens)
+        layers = self.pool.layout.layers
+        accesses = (
+            device_access(Mode.READ, batch.read_pages),
+            device_access(Mode.WRITE, batch.write_pages),
+        )
+        with self.device.stream(self.forward_stream):
+            for first, end in [(0, layers)] if layer_wait is None else [(n, n + 1) for n in range(layers)]:
+                if layer_wait is not None:
+                    layer_wait(first)
+                work = Work(
+                    site="forward",
+                    accesses=accesses,
+                    layers=(first, end),
+                    group=batch.round_id,
+                    size_bytes=(end - first) * self._layer_bytes(batch),
+                )
+                self.device.launch(partial(round_work.run, first, end), work)
+                self.launched_segments += 1
+            done = self.forward_stream.record_event()
+        return RoundResult(batch.round_id, done, next_tokens.numpy())
+
+    @abstractmethod
+    def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> RoundWork:
+        """The device side of ``batch``, nothing run yet; it will write ``next_tokens``, ``(n,) int64``, host."""
+
+    def _validate(self, batch: ForwardBatch) -> None:
+        if not batch.rows:
+            raise ControllerError(f"round {batch.round_id} has no rows; a round needs at least one")
+        if batch.new_lens.min() < 1:
+            raise ControllerError(
+                f"round {batch.round_id}: new_lens is {batch.new_lens.tolist()}; every row adds a token"
+            )
+        slots = len(self.token_buffer)
+        if batch.token_slots.min() < 0 or batch.token_slots.max() >= slots:
+            raise ControllerError(
+                f"round {batch.round_id}: token_slots is {batch.token_slots.tolist()}; slots are 0..{slots - 1}"
+            )
+
+    def _layer_bytes(self, batch: ForwardBatch) -> int:
+        layout = self.pool.layout
+        token_bytes = layout.page_bytes_per_layer // layout.page_size
+        return len(batch.read_pages) * layout.page_bytes_per_layer + int(batch.new_lens.sum()) * token_bytes

@@ -1,0 +1,163 @@
+"""A model at memory speed: exact integer K/V, and tokens that depend on what is actually in the pool.
+
+Per layer, K of a token is a hash of (token, position, layer, lane) and V is the sum of K over the context up to
+that token. All values are integers that float64 holds exactly, so no result depends on how rounds are batched.
+
+The chain ``V[p] = V[p - 1] + K[p]`` shows one foreign token anywhere in a context without knowing the tokens
+that belong there. An extend round reads its whole context and counts the broken links: 0 in an intact context,
+so an extend and a decode round at the same position give the same token (a retracted request is resumed by an
+extend round). Both also read one token of each context page.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array
+from hicache_obs.controller.ledger import ContentLedger
+from hicache_obs.controller.model_runner import TOKEN_SLOTS, ModelRunner, RoundWork
+from hicache_obs.controller.pools import DevicePool
+from hicache_obs.errors import ControllerError
+from hicache_obs.streams.protocol import Device
+
+HASH_BITS = 24
+"""Bits of one K. The sum over a context of 2**29 tokens still fits float64's 53 bits."""
+_MASK = 2**31 - 1
+# Odd multipliers below 2**31: a product of two masked values stays inside int64.
+_TOKEN, _POSITION, _LAYER, _LANE, _MIX = 0x2C1B3C6D, 0x297A2D39, 0x1B873593, 0x4CF5AD43, 0x5BD1E995
+
+
+class PatternRound(RoundWork):
+    """One round of the pattern model."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        batch: ForwardBatch,
+        pool: DevicePool,
+        ledger: ContentLedger,
+        token_buffer: torch.Tensor,
+        next_tokens: torch.Tensor,
+    ) -> None:
+        super().__init__(batch, pool, ledger, token_buffer, next_tokens)
+        self._vocabulary = vocabulary
+        self._lanes = self.layout.heads * self.layout.head_dim
+
+    def embed(self) -> None:
+        hashes = self.tokens * _TOKEN + self.upload(self.positions) * _POSITION
+        self._last_hashes = hashes.index_select(0, self.upload(self.last))
+        layers, lanes = np.arange(1, self.layout.layers + 1), np.arange(self._lanes)
+        salts = self.upload(layers[:, None, None] * _LAYER + lanes * _LANE)
+        self._new_k = (_mix(hashes[:, None] + salts) >> (31 - HASH_BITS)).to(torch.float64)
+        self._checksums: list[torch.Tensor] = []
+        self._prepare_chain()
+        self._prepare_sample()
+        if self.batch.mode is BatchMode.EXTEND:
+            self._prepare_full_read()
+
+    def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k = self._new_k[layer]
+        stored = self.v[layer].index_select(0, self._previous).view(-1, self._lanes)
+        base = stored.masked_fill_(self._no_previous, 0.0)
+        if self.batch.mode is BatchMode.DECODE:
+            v = base + k
+        else:
+            sums = k.cumsum(0)
+            before_row = (sums - k)[self._row_starts]
+            v = sums - before_row[self._token_rows] + base[self._token_rows]
+        shape = (-1, self.layout.heads, self.layout.head_dim)
+        return k.view(shape), v.view(shape)
+
+    def attend(self, layer: int) -> None:
+        # Alternating halves the cache misses, which are most of a decode round: one per page.
+        values = self.k[layer] if layer % 2 else self.v[layer]
+        sampled = values.index_select(0, self._sample_slots).view(torch.int64)  # bits: NaN counts like any value
+        weighted = sampled.view(self.batch.rows, -1, self._lanes) * self._sample_weights
+        checksum = weighted.sum((1, 2))
+        if self.batch.mode is BatchMode.EXTEND:
+            checksum = checksum + self._broken_links(layer) * _MIX
+        self._checksums.append(checksum)
+
+    def sample(self) -> torch.Tensor:
+        checksums = torch.stack(self._checksums, 1)
+        # Integers in a float64 differ in the high bits only.
+        folded = _mix(checksums ^ (checksums >> 21) ^ (checksums >> 42))
+        salts = self.upload(np.arange(1, len(self._checksums) + 1) * _LAYER)
+        return _mix(self._last_hashes + (folded * salts).sum(1)) % self._vocabulary
+
+    def _prepare_chain(self) -> None:
+        """Where each row's chain goes on: the slot before its first new token, if any."""
+        prefix = self.batch.prefix_lens
+        self._previous = self.upload(self.slots(np.arange(self.batch.rows), np.maximum(prefix - 1, 0)))
+        self._no_previous = self.upload(prefix == 0)[:, None]
+        if self.batch.mode is BatchMode.EXTEND:
+            self._token_rows = self.upload(self.rows)
+            self._row_starts = self.upload(self.last + 1 - self.batch.new_lens)
+
+    def _prepare_sample(self) -> None:
+        """One token per context page; which one changes with the position, so that every slot gets its turn.
+
+        Padding reads the row's own first page with weight 0: page 0, in unused cells, belongs to someone else.
+        """
+        page_size = self.layout.page_size
+        lens = self.context_lens[:, None]
+        pages = np.arange(-(-int(lens.max()) // page_size))
+        filled = np.clip(lens - pages * page_size, 0, page_size)
+        slot = ((lens * 0x9E3779B1 + pages * 0x85EBCA6B) >> 7) % np.maximum(filled, 1)
+        table = self.batch.page_table[:, : len(pages)]
+        table = np.where(filled > 0, table, table[:, :1])
+        self._sample_slots = self.upload((table * page_size + slot).reshape(-1))
+        self._sample_weights = self.upload(np.where(filled > 0, 2 * pages + 1, 0))[..., None]
+
+    def _prepare_full_read(self) -> None:
+        """All context pages of all rows, laid end to end in row order."""
+        page_size = self.layout.page_size
+        counts: Int64Array = -(-self.context_lens // page_size)
+        ends = np.cumsum(counts)
+        rows = np.repeat(np.arange(self.batch.rows), counts)
+        pages = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        filled = self.context_lens - (counts - 1) * page_size
+        self._context_pages = self.upload(self.batch.page_table[rows, pages])
+        self._page_rows = self.upload(rows)
+        self._first_slots = self.upload((ends - counts) * page_size)
+        self._tail_pages = self.upload(ends - 1)
+        self._tail_valid = self.upload(np.arange(page_size) < filled[:, None])[..., None]
+
+    def _broken_links(self, layer: int) -> torch.Tensor:
+        """``(n,) int64``: places in each row's context where ``V[p] != V[p - 1] + K[p]``."""
+        k = self.pool.k[layer].index_select(0, self._context_pages).view(-1, self._lanes)
+        v = self.pool.v[layer].index_select(0, self._context_pages).view(-1, self._lanes)
+        expected = v.roll(1, 0)
+        expected[self._first_slots] = 0.0
+        broken = (expected.add_(k) != v).view(-1, self.layout.page_size, self._lanes)
+        broken[self._tail_pages] &= self._tail_valid
+        per_page = broken.sum((1, 2))
+        return per_page.new_zeros(self.batch.rows).index_add_(0, self._page_rows, per_page)
+
+
+class PatternRunner(ModelRunner):
+    """Launches rounds of the pattern model."""
+
+    def __init__(
+        self,
+        device: Device,
+        pool: DevicePool,
+        ledger: ContentLedger,
+        *,
+        vocabulary: int,
+        token_slots: int = TOKEN_SLOTS,
+    ) -> None:
+        super().__init__(device, pool, ledger, vocabulary=vocabulary, token_slots=token_slots)
+        if pool.layout.dtype != torch.float64:
+            raise ControllerError(f"the pool has dtype {pool.layout.dtype}; the pattern model's integers need float64")
+
+    def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> PatternRound:
+        return PatternRound(self.vocabulary, batch, self.pool, self.ledger, self.token_buffer, next_tokens)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Well spread 31-bit values; exact integer arithmetic on every device."""
+    x = x & _MASK
+    x = ((x ^ (x >> 15)) * _MIX) & _MASK
+    return x ^ (x >> 13)

@@ -1,0 +1,1 @@
+"""Grafana dashboards, built by ``python -m hicache_obs.dashboards.build`` from the metric catalogue."""

@@ -1,0 +1,425 @@
+"""Every metric this package exports, one row each: the only place a metric is declared.
+
+The exposition, ``docs/metrics.md`` and the dashboards are all made from or checked against ``CATALOGUE``.
+``python -m hicache_obs.exporters.catalogue > docs/metrics.md`` rewrites the page.
+
+Rules, held by tests: base units, ``_total`` on counters; labels are closed sets, every child exists at 0
+before the first record; ids (request, page, node, stream, fingerprint) are never labels.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Final
+
+from hicache_obs.costs import TransferKind
+from hicache_obs.findings import Hazard
+from hicache_obs.records import DropReason
+
+PREFIX: Final = "hicache_obs_"
+RANK_LABELS: Final = ("tp_rank", "pp_rank", "dp_rank")
+"""On every metric, with the names of SGLang's own cache metrics, so that both join."""
+
+
+class MetricType(str, enum.Enum):
+    """Prometheus metric types in use; the value is what a ``# TYPE`` line says."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Phase(str, enum.Enum):
+    """Where host time goes that exists only because of this package; the ``phase`` label."""
+
+    HOOK = "hook"
+    """In the observed thread: writing records."""
+    RESOLVE = "resolve"
+    """Turning event pairs into device times."""
+    ANALYZE = "analyze"
+    EXPORT = "export"
+
+
+class Provenance(str, enum.Enum):
+    """Why a proven order is weaker than a fence; the ``provenance`` label."""
+
+    POLLED = "polled"
+    """The host once saw an event complete."""
+    INCIDENTAL = "incidental"
+    """An ordering the hardware or driver happens to give, but does not promise."""
+
+
+class UnknownReason(str, enum.Enum):
+    """Why a pair could not be judged; the ``reason`` label of ``unknown_total``."""
+
+    RECORDS_LOST = "records_lost"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """One label besides the rank labels.
+
+    Attributes:
+        name: Label name.
+        values: Every value it can have. Empty: one value per process, fixed when the metrics are created.
+    """
+
+    name: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """One metric.
+
+    Attributes:
+        name: Full name as a query spells it (for a histogram without ``_bucket``, ``_sum``, ``_count``).
+        type: Prometheus type.
+        unit: ``seconds`` and ``bytes`` are base units and part of the name; anything else is what is counted.
+        labels: Labels besides ``RANK_LABELS``.
+        buckets_ns: Upper bounds of a histogram, inclusive, ascending, nanoseconds; empty for other types.
+        source: Call that feeds it.
+        question: What a reader of a dashboard learns from it.
+        help: Text of the ``# HELP`` line.
+    """
+
+    name: str
+    type: MetricType
+    unit: str
+    labels: tuple[Label, ...]
+    buckets_ns: tuple[int, ...]
+    source: str
+    question: str
+    help: str
+
+    @property
+    def family(self) -> str:
+        """Name of the metric family: ``name`` without the ``_total`` of a counter."""
+        return self.name.removesuffix("_total")
+
+    @property
+    def base_unit(self) -> str:
+        """``seconds``, ``bytes`` or nothing: what OpenMetrics may state as the unit."""
+        return self.unit if self.unit in ("seconds", "bytes") else ""
+
+    @property
+    def series_names(self) -> tuple[str, ...]:
+        """Names a query can select."""
+        if self.type is MetricType.HISTOGRAM:
+            return tuple(self.name + suffix for suffix in ("_bucket", "_sum", "_count"))
+        return (self.name,)
+
+    def children(self, fixed: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
+        """Every combination of label values, in ``labels`` order.
+
+        Args:
+            fixed: Values of the labels that have one value per process.
+        """
+        return product(*(label.values or (fixed[label.name],) for label in self.labels))
+
+
+def _decades(low_ns: int, high_ns: int) -> tuple[int, ...]:
+    """1, 2.5, 5 per decade from ``low_ns`` (a power of ten) to ``high_ns``, both included."""
+    bounds = []
+    decade_ns = low_ns
+    while decade_ns <= high_ns:
+        bounds += [b for b in (decade_ns, decade_ns * 5 // 2, decade_ns * 5) if b <= high_ns]
+        decade_ns *= 10
+    return tuple(bounds)
+
+
+WAIT_BUCKETS_NS: Final = _decades(1_000, 5_000_000_000)
+"""1 µs to 5 s: SGLang's finest bucket is 1 ms, above most fences."""
+OPERATION_BUCKETS_NS: Final = _decades(10_000, 10_000_000_000)
+"""10 µs (one small copy) to 10 s."""
+
+HAZARD: Final = Label("hazard", tuple(h.value for h in Hazard))
+OP: Final = Label("op", tuple(k.value for k in TransferKind))
+PROVENANCE: Final = Label("provenance", tuple(p.value for p in Provenance))
+UNKNOWN_REASON: Final = Label("reason", tuple(r.value for r in UnknownReason))
+DROP_REASON: Final = Label("reason", tuple(r.name.lower() for r in DropReason))
+PHASE: Final = Label("phase", tuple(p.value for p in Phase))
+VERSION: Final = Label("version")
+ENGINE: Final = Label("engine")
+
+
+def _counter(
+    name: str, unit: str, labels: tuple[Label, ...], source: str, question: str, text: str
+) -> MetricRow:
+    return MetricRow(PREFIX + name, MetricType.COUNTER, unit, labels, (), source, question, text)
+
+
+def _gauge(
+    name: str, unit: str, labels: tuple[Label, ...], source: str, question: str, text: str
+) -> MetricRow:
+    return MetricRow(PREFIX + name, MetricType.GAUGE, unit, labels, (), source, question, text)
+
+
+def _histogram(
+    name: str, buckets_ns: tuple[int, ...], labels: tuple[Label, ...], source: str, question: str, text: str
+) -> MetricRow:
+    return MetricRow(
+        PREFIX + name, MetricType.HISTOGRAM, "seconds", labels, buckets_ns, source, question, text
+    )
+
+
+CATALOGUE: Final[tuple[MetricRow, ...]] = (
+    _counter(
+        "violations_total",
+        "op pairs",
+        (HAZARD,),
+        "on_finding, verdict violation",
+        "Did a restored or stored page get raced?",
+        "Operation pairs that nothing orders and that were measured in the wrong order or overlapping.",
+    ),
+    _counter(
+        "latent_races_total",
+        "op pairs",
+        (HAZARD,),
+        "on_finding, verdict latent",
+        "Which orderings hold by luck only?",
+        "Operation pairs that nothing orders but that were not measured in the wrong order.",
+    ),
+    _counter(
+        "contradictions_total",
+        "op pairs",
+        (HAZARD,),
+        "on_finding, verdict contradiction",
+        "Is a fence not where we think, or does a clock lie?",
+        "Operation pairs proven ordered but measured in the wrong order.",
+    ),
+    _counter(
+        "weak_orderings_total",
+        "op pairs",
+        (HAZARD, PROVENANCE),
+        "on_weak_ordering",
+        "Which orderings rest on something weaker than a fence?",
+        "Operation pairs ordered only by a weaker kind of edge than a fence.",
+    ),
+    _counter(
+        "unknown_total",
+        "op pairs",
+        (UNKNOWN_REASON,),
+        "on_finding, verdict unknown",
+        "How many pairs could not be judged?",
+        "Operation pairs that could not be judged.",
+    ),
+    _counter(
+        "checks_total",
+        "op pairs",
+        (HAZARD,),
+        "on_checked, pairs",
+        "Was anything checked at all? 0 violations of 0 checks is not safe.",
+        "Operation pairs checked for an order.",
+    ),
+    _counter(
+        "pages_checked_total",
+        "pages",
+        (HAZARD,),
+        "on_checked, pages",
+        "How much memory do the checks cover?",
+        "Pages looked up for an earlier conflicting access.",
+    ),
+    _gauge(
+        "hazard_observable",
+        "0 or 1",
+        (HAZARD,),
+        "set_observable",
+        "Which hazards can this deployment see? 0 means cannot be seen, not absent.",
+        "1 if the records that show this hazard are captured here, else 0.",
+    ),
+    _counter(
+        "unfenced_ops_total",
+        "transfers",
+        (OP,),
+        "on_transfer, not fenced",
+        "Does the engine skip the fence?",
+        "Transfers without a fence of their own and without proof that none is needed.",
+    ),
+    _counter(
+        "transfer_bytes_total",
+        "bytes",
+        (OP,),
+        "on_transfer, size_bytes",
+        "How much KV cache is moved?",
+        "Bytes copied by finished transfers.",
+    ),
+    _counter(
+        "transfer_pages_total",
+        "pages",
+        (OP,),
+        "on_transfer, pages",
+        "How many pages are moved?",
+        "Pages copied by finished transfers, each counted once and not per layer.",
+    ),
+    _histogram(
+        "fence_wait_seconds",
+        WAIT_BUCKETS_NS,
+        (OP,),
+        "on_fence, waited_ns",
+        "What does safety cost?",
+        "Time a transfer's stream stood still for its fence.",
+    ),
+    _histogram(
+        "fence_avoidable_seconds",
+        WAIT_BUCKETS_NS,
+        (OP,),
+        "on_fence, avoidable_ns",
+        "What would a finer fence save?",
+        "Part of the fence wait that waiting for the conflicting operations only would have saved.",
+    ),
+    _histogram(
+        "layer_wait_seconds",
+        WAIT_BUCKETS_NS,
+        (),
+        "on_layer_wait",
+        "Does a load-back stall the forward pass?",
+        "Time a forward round stood still for one layer of a load-back.",
+    ),
+    _histogram(
+        "op_seconds",
+        OPERATION_BUCKETS_NS,
+        (OP,),
+        "on_transfer, op_ns",
+        "How long does a transfer take, its fence included?",
+        "Submission of a transfer to the end of its last copy, fence wait included.",
+    ),
+    _histogram(
+        "transfer_seconds",
+        OPERATION_BUCKETS_NS,
+        (OP,),
+        "on_transfer, copy_ns",
+        "How long does the copy itself take?",
+        "First copy's start to last copy's end of a transfer, fence wait excluded.",
+    ),
+    _counter(
+        "overhead_seconds_total",
+        "seconds",
+        (PHASE,),
+        "add_overhead",
+        "What does watching cost?",
+        "Host time spent by hicache-obs itself.",
+    ),
+    _counter(
+        "records_total",
+        "records",
+        (),
+        "on_records",
+        "Is the detector fed?",
+        "Records analysed.",
+    ),
+    _counter(
+        "dropped_records_total",
+        "records",
+        (DROP_REASON,),
+        "on_lost",
+        "What did the detector miss?",
+        "Records lost before they could be analysed.",
+    ),
+    _gauge(
+        "last_analysis_timestamp_seconds",
+        "seconds",
+        (),
+        "on_records, wall clock",
+        "Is the detector alive?",
+        "Unix time at which records were last analysed, 0 if never.",
+    ),
+    _gauge(
+        "clock_error_seconds",
+        "seconds",
+        (),
+        "set_clock_error",
+        "How far can measured times be trusted?",
+        "Half width of the uncertainty of device times on the host clock.",
+    ),
+    _gauge(
+        "build_info",
+        "1",
+        (VERSION, ENGINE),
+        "Metrics(version=, engine=)",
+        "Which version runs where?",
+        "Always 1; the labels name the hicache-obs version and the observed engine.",
+    ),
+)
+
+
+def row(name: str) -> MetricRow:
+    """The row called ``name``, with or without the prefix.
+
+    Raises:
+        KeyError: No metric has that name.
+    """
+    return _BY_NAME[name if name.startswith(PREFIX) else PREFIX + name]
+
+
+_BY_NAME: Final = {r.name: r for r in CATALOGUE}
+
+
+def markdown() -> str:
+    """The text of ``docs/metrics.md``."""
+    return "\n".join([_INTRO, *_metric_table(), *_label_table(), *_bucket_table(), _NOTES])
+
+
+_INTRO: Final = """\
+# Metrics
+
+<!-- Generated: python -m hicache_obs.exporters.catalogue > docs/metrics.md -->
+
+Every metric also carries the labels `tp_rank`, `pp_rank` and `dp_rank`, named as in SGLang's own cache
+metrics. Every series exists at 0 from the start, so the first violation is an increase and not a new series.
+Page, request, node and stream ids are never labels.
+"""
+
+_NOTES: Final = """\
+## Reading them
+
+- `violations_total` is 0 both when all is well and when nothing was looked at. Read it together with
+  `checks_total`; for one hazard also with `hazard_observable`.
+- `unknown_total` above 0 means some pairs could not be judged, mostly because records were dropped. That is
+  not clean either.
+- The bucket counts of a histogram always agree with each other; its sum may be one observation behind.
+- A ratio is computed in the query, never exported. The share of fence waits in the time transfers took:
+
+```promql
+sum(rate(hicache_obs_fence_wait_seconds_sum[5m])) / (sum(rate(hicache_obs_op_seconds_sum[5m])) > 0)
+```
+"""
+
+
+def _metric_table() -> list[str]:
+    lines = ["| metric | type | counts or unit | labels | question | fed by |", "|---|---|---|---|---|---|"]
+    for r in CATALOGUE:
+        labels = ", ".join(f"`{label.name}`" for label in r.labels) or "–"
+        lines.append(f"| `{r.name}` | {r.type.value} | {r.unit} | {labels} | {r.question} | {r.source} |")
+    return [*lines, ""]
+
+
+def _label_table() -> list[str]:
+    lines = ["## Labels", "", "| metric | label | values |", "|---|---|---|"]
+    seen: dict[Label, list[str]] = {}
+    for r in CATALOGUE:
+        for label in r.labels:
+            seen.setdefault(label, []).append(f"`{r.name}`")
+    for label, names in seen.items():
+        values = ", ".join(f"`{v}`" for v in label.values) or "one per process"
+        lines.append(f"| {', '.join(names)} | `{label.name}` | {values} |")
+    return [*lines, ""]
+
+
+def _bucket_table() -> list[str]:
+    lines = ["## Buckets", "", "Upper bounds in seconds, inclusive.", "", "| metric | bounds |", "|---|---|"]
+    seen: dict[tuple[int, ...], list[str]] = {}
+    for r in CATALOGUE:
+        if r.buckets_ns:
+            seen.setdefault(r.buckets_ns, []).append(f"`{r.name}`")
+    for bounds_ns, names in seen.items():
+        lines.append(f"| {', '.join(names)} | {', '.join(f'{b / 1e9:g}' for b in bounds_ns)} |")
+    return [*lines, ""]
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

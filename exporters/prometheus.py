@@ -1,0 +1,477 @@
+"""Prometheus exposition of the analyzer's results: own storage, one sink, one HTTP endpoint.
+
+Values live in one integer array per rank (nanoseconds, bytes, counts) and are converted when scraped.
+``prometheus_client``'s own metric classes are not used: in a server that has set its multiprocess directory
+they would show up on the server's endpoint as well. The library is imported inside functions only, because a
+plugin that imports it before that directory is set silently empties the server's own metrics.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import metadata
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+from hicache_obs.costs import FenceCost, TransferCost, TransferKind
+from hicache_obs.errors import ConfigError
+from hicache_obs.exporters.catalogue import (
+    CATALOGUE,
+    RANK_LABELS,
+    MetricRow,
+    MetricType,
+    Phase,
+    Provenance,
+    UnknownReason,
+    row,
+)
+from hicache_obs.findings import Cause, Finding, Hazard, Verdict
+from hicache_obs.records import DropReason
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Metric
+    from prometheus_client.registry import Collector
+    from prometheus_client.samples import Sample
+
+LOOPBACK: Final = "127.0.0.1"
+_NS_PER_SECOND: Final = 1_000_000_000
+
+
+class Rank(NamedTuple):
+    """Position of one scheduler process: tensor, pipeline and data parallel rank."""
+
+    tp: int = 0
+    pp: int = 0
+    dp: int = 0
+
+
+ONLY_RANK: Final = Rank()
+"""The rank of an engine that is not parallel."""
+
+
+class Counter:
+    """One child of a counter, bound once; ``add`` is one array update."""
+
+    __slots__ = ("_cells", "_index")
+
+    def __init__(self, cells: array[int], index: int) -> None:
+        self._cells = cells
+        self._index = index
+
+    def add(self, amount: int = 1) -> None:
+        """Count ``amount`` more: nanoseconds for a metric in seconds, else what its name counts.
+
+        Raises:
+            ValueError: ``amount`` is negative.
+        """
+        if amount < 0:
+            raise ValueError(f"a counter only grows, got {amount}")
+        self._cells[self._index] += amount
+
+
+class Gauge:
+    """One child of a gauge, bound once."""
+
+    __slots__ = ("_cells", "_index")
+
+    def __init__(self, cells: array[int], index: int) -> None:
+        self._cells = cells
+        self._index = index
+
+    def set(self, value: int) -> None:
+        """Replace the value; nanoseconds for a metric in seconds."""
+        self._cells[self._index] = value
+
+
+class Histogram:
+    """One child of a histogram, bound once. Cells: one count per bucket, the overflow count, the sum."""
+
+    __slots__ = ("_bounds_ns", "_cells", "_first", "_sum")
+
+    def __init__(self, cells: array[int], first: int, bounds_ns: tuple[int, ...]) -> None:
+        self._cells = cells
+        self._first = first
+        self._bounds_ns = bounds_ns
+        self._sum = first + len(bounds_ns) + 1
+
+    def observe(self, duration_ns: int) -> None:
+        """Count one duration. A duration equal to a bound belongs to that bound's bucket.
+
+        Raises:
+            ValueError: ``duration_ns`` is negative.
+        """
+        if duration_ns < 0:
+            raise ValueError(f"a duration is not negative, got {duration_ns} ns")
+        cells = self._cells
+        cells[self._first + bisect_left(self._bounds_ns, duration_ns)] += 1
+        cells[self._sum] += duration_ns
+
+
+class _Slot(NamedTuple):
+    """Where one child lives in a rank's cells."""
+
+    row: MetricRow
+    values: tuple[str, ...]
+    first: int
+
+
+class RankMetrics:
+    """All children of one rank, at 0 from the start.
+
+    One thread at a time may feed the children of a rank; any number may scrape meanwhile.
+    """
+
+    def __init__(self, rank: Rank, slots: Iterable[_Slot], size: int) -> None:
+        self.rank = rank
+        self._cells = array("q", bytes(8 * size))
+        self._slots = {(slot.row.name, slot.values): slot for slot in slots}
+        rank_values = dict(zip(RANK_LABELS, map(str, rank), strict=True))
+        self._children: dict[str, list[tuple[int, dict[str, str]]]] = {
+            metric.name: [] for metric in CATALOGUE
+        }
+        for slot in self._slots.values():
+            self._children[slot.row.name].append((slot.first, {**rank_values, **_label_dict(slot)}))
+
+    def counter(self, name: str, *values: str) -> Counter:
+        """The child of counter ``name`` with these label values, in catalogue order.
+
+        Raises:
+            KeyError: No such metric or label value.
+        """
+        return Counter(self._cells, self._slot(name, values, MetricType.COUNTER).first)
+
+    def gauge(self, name: str, *values: str) -> Gauge:
+        """The child of gauge ``name`` with these label values, in catalogue order.
+
+        Raises:
+            KeyError: No such metric or label value.
+        """
+        return Gauge(self._cells, self._slot(name, values, MetricType.GAUGE).first)
+
+    def histogram(self, name: str, *values: str) -> Histogram:
+        """The child of histogram ``name`` with these label values, in catalogue order.
+
+        Raises:
+            KeyError: No such metric or label value.
+        """
+        slot = self._slot(name, values, MetricType.HISTOGRAM)
+        return Histogram(self._cells, slot.first, slot.row.buckets_ns)
+
+    def snapshot(self) -> array[int]:
+        """A copy of all cells, taken while no other Python thread runs."""
+        return self._cells[:]
+
+    def samples(self, metric: MetricRow, cells: array[int]) -> Iterator[Sample]:
+        """The samples of every child of ``metric`` as they stood in ``cells``."""
+        from prometheus_client.samples import Sample
+
+        if metric.type is not MetricType.HISTOGRAM:
+            for first, labels in self._children[metric.name]:
+                yield Sample(metric.name, labels, _convert(metric, cells[first]))
+            return
+        bounds = _bounds(metric)
+        for first, labels in self._children[metric.name]:
+            seen = 0
+            for index, bound in enumerate(bounds, first):
+                seen += cells[index]
+                yield Sample(metric.name + "_bucket", {**labels, "le": bound}, seen)
+            yield Sample(metric.name + "_count", labels, seen)
+            yield Sample(metric.name + "_sum", labels, _convert(metric, cells[first + len(bounds)]))
+
+    def _slot(self, name: str, values: tuple[str, ...], kind: MetricType) -> _Slot:
+        slot = self._slots[row(name).name, values]
+        if slot.row.type is not kind:
+            raise KeyError(f"{name} is a {slot.row.type.value}, not a {kind.value}")
+        return slot
+
+
+class Metrics:
+    """All metrics of one process, for one or more ranks; a ``prometheus_client`` collector.
+
+    Args:
+        ranks: Ranks that exist from the start, so that they are exported at 0 before their first record.
+        engine: What is observed, e.g. ``demo`` or ``sglang 0.5.23``.
+        version: Version of this package; by default the installed one.
+    """
+
+    def __init__(
+        self, *, ranks: Iterable[Rank] = (ONLY_RANK,), engine: str = "demo", version: str | None = None
+    ) -> None:
+        fixed = {"engine": engine, "version": version or _installed_version()}
+        self._slots, self._size = _layout(fixed)
+        self._lock = threading.Lock()
+        self._ranks: dict[Rank, RankMetrics] = {}
+        for rank in ranks:
+            self.rank(rank)
+
+    def rank(self, rank: Rank) -> RankMetrics:
+        """The children of ``rank``; created, all at 0, on first use."""
+        with self._lock:
+            if rank not in self._ranks:
+                created = RankMetrics(rank, self._slots, self._size)
+                build_info = next(slot for slot in self._slots if slot.row is row("build_info"))
+                created.gauge("build_info", *build_info.values).set(1)
+                # A new dict: a scrape that is iterating keeps the old one.
+                self._ranks = {**self._ranks, rank: created}
+            return self._ranks[rank]
+
+    def set_observable(self, hazards: Iterable[Hazard], rank: Rank = ONLY_RANK) -> None:
+        """State which hazards' records are captured for ``rank``; all others become 0."""
+        observable = set(hazards)
+        children = self.rank(rank)
+        for hazard in Hazard:
+            children.gauge("hazard_observable", hazard.value).set(int(hazard in observable))
+
+    def set_clock_error(self, error_ns: int, rank: Rank = ONLY_RANK) -> None:
+        """State the half width of the uncertainty of ``rank``'s device times."""
+        self.rank(rank).gauge("clock_error_seconds").set(error_ns)
+
+    def add_overhead(self, phase: Phase, duration_ns: int, rank: Rank = ONLY_RANK) -> None:
+        """Account ``duration_ns`` of host time to ``phase``; on the thread that feeds ``rank``."""
+        self.rank(rank).counter("overhead_seconds_total", phase.value).add(duration_ns)
+
+    def describe(self) -> Iterator[Metric]:
+        """The metric families without samples."""
+        from prometheus_client import Metric
+
+        for metric in CATALOGUE:
+            yield Metric(metric.family, metric.help, metric.type.value, metric.base_unit)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metric families with the samples of all ranks; safe on any thread."""
+        ranks = [(children, children.snapshot()) for children in self._ranks.values()]
+        for metric, family in zip(CATALOGUE, self.describe(), strict=True):
+            for children, cells in ranks:
+                family.samples.extend(children.samples(metric, cells))
+            yield family
+
+    def registry(self) -> CollectorRegistry:
+        """A fresh registry that holds these metrics and nothing else."""
+        from prometheus_client import CollectorRegistry
+
+        registry = CollectorRegistry()
+        # Not a subclass of Collector, which would import the library with this module.
+        registry.register(cast("Collector", self))
+        return registry
+
+
+class MetricsSink:
+    """Counts what the analyzer reports; an ``AnalysisSink``.
+
+    All calls come from one thread at a time. Records, lost records and the time of the last analysis are
+    always counted; the two switches let one run feed findings and another feed costs.
+
+    Args:
+        metrics: Where to count.
+        rank: Rank whose records are analysed.
+        findings: Count checks, findings and weak orderings.
+        costs: Count fences, layer waits and transfers.
+        now_ns: Wall clock, nanoseconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        rank: Rank = ONLY_RANK,
+        *,
+        findings: bool = True,
+        costs: bool = True,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        of = metrics.rank(rank)
+        self._findings = findings
+        self._costs = costs
+        self._now_ns = now_ns
+        self._by_verdict = {
+            Verdict.VIOLATION: {h: of.counter("violations_total", h.value) for h in Hazard},
+            Verdict.LATENT: {h: of.counter("latent_races_total", h.value) for h in Hazard},
+            Verdict.CONTRADICTION: {h: of.counter("contradictions_total", h.value) for h in Hazard},
+        }
+        self._unknown = {reason: of.counter("unknown_total", reason.value) for reason in UnknownReason}
+        self._weak = {
+            (h, p.value): of.counter("weak_orderings_total", h.value, p.value)
+            for h in Hazard
+            for p in Provenance
+        }
+        self._checks = {h: of.counter("checks_total", h.value) for h in Hazard}
+        self._pages_checked = {h: of.counter("pages_checked_total", h.value) for h in Hazard}
+        self._fence_wait = {k: of.histogram("fence_wait_seconds", k.value) for k in TransferKind}
+        self._fence_avoidable = {k: of.histogram("fence_avoidable_seconds", k.value) for k in TransferKind}
+        self._layer_wait = of.histogram("layer_wait_seconds")
+        self._unfenced = {k: of.counter("unfenced_ops_total", k.value) for k in TransferKind}
+        self._bytes = {k: of.counter("transfer_bytes_total", k.value) for k in TransferKind}
+        self._pages = {k: of.counter("transfer_pages_total", k.value) for k in TransferKind}
+        self._op = {k: of.histogram("op_seconds", k.value) for k in TransferKind}
+        self._copy = {k: of.histogram("transfer_seconds", k.value) for k in TransferKind}
+        self._records = of.counter("records_total")
+        self._dropped = {r: of.counter("dropped_records_total", r.name.lower()) for r in DropReason}
+        self._last_analysis = of.gauge("last_analysis_timestamp_seconds")
+
+    def on_checked(self, hazard: Hazard, pages: int, pairs: int) -> None:
+        """Count looked-up pages and checked pairs."""
+        if self._findings:
+            self._pages_checked[hazard].add(pages)
+            self._checks[hazard].add(pairs)
+
+    def on_finding(self, finding: Finding) -> None:
+        """Count one operation pair under its verdict."""
+        if not self._findings:
+            return
+        if finding.verdict is Verdict.UNKNOWN:
+            lost = finding.cause is Cause.RECORDS_LOST
+            self._unknown[UnknownReason.RECORDS_LOST if lost else UnknownReason.OTHER].add()
+        elif finding.verdict in self._by_verdict:
+            self._by_verdict[finding.verdict][finding.hazard].add()
+
+    def on_weak_ordering(self, hazard: Hazard, provenance: str) -> None:
+        """Count one pair whose order rests on a weaker kind of edge."""
+        if self._findings:
+            self._weak[hazard, provenance].add()
+
+    def on_fence(self, cost: FenceCost) -> None:
+        """Observe one fence's wait and the avoidable part of it."""
+        if self._costs:
+            self._fence_wait[cost.kind].observe(cost.waited_ns)
+            self._fence_avoidable[cost.kind].observe(cost.avoidable_ns)
+
+    def on_layer_wait(self, waited_ns: int) -> None:
+        """Observe one layer wait."""
+        if self._costs:
+            self._layer_wait.observe(waited_ns)
+
+    def on_transfer(self, cost: TransferCost) -> None:
+        """Count one transfer and observe its durations."""
+        if not self._costs:
+            return
+        kind = cost.kind
+        if not cost.fenced:
+            self._unfenced[kind].add()
+        self._bytes[kind].add(cost.size_bytes)
+        self._pages[kind].add(cost.pages)
+        self._op[kind].observe(cost.op_ns)
+        self._copy[kind].observe(cost.copy_ns)
+
+    def on_records(self, count: int) -> None:
+        """Count analysed records and note the time."""
+        self._records.add(count)
+        self._last_analysis.set(self._now_ns())
+
+    def on_lost(self, count: int, reason: DropReason) -> None:
+        """Count lost records."""
+        self._dropped[reason].add(count)
+
+
+class Server:
+    """A running ``/metrics`` endpoint, made by ``serve``; ends with ``close`` or the ``with`` block."""
+
+    def __init__(self, address: str, port: int, stop: Callable[[], None]) -> None:
+        self.address = address
+        self.port = port
+        self._stop: Callable[[], None] | None = stop
+
+    @property
+    def url(self) -> str:
+        """Address to scrape."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"http://{host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stop listening; blocks until the thread ended. A second call does nothing."""
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve(metrics: Metrics, *, address: str = LOOPBACK, port: int) -> Server:
+    """Serve ``metrics`` on ``http://address:port/metrics`` from a daemon thread.
+
+    Args:
+        address: Local address to bind to.
+        port: Port, 0 for any free one.
+
+    Returns:
+        The server; its ``port`` is the real one.
+
+    Raises:
+        ConfigError: The address or port cannot be bound.
+    """
+    from prometheus_client import start_http_server
+
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--serve: port {port} is out of range; choose 1 to 65535, or 0 for any free port")
+    try:
+        httpd, thread = start_http_server(port, addr=address, registry=metrics.registry())
+    except OSError as error:
+        raise ConfigError(f"--serve: {_bind_problem(error, address, port)}") from error
+
+    def stop() -> None:
+        httpd.shutdown()
+        httpd.server_close()
+        thread.join()
+
+    return Server(address, httpd.server_port, stop)
+
+
+def render(metrics: Metrics) -> bytes:
+    """The current values as one scrape in the Prometheus text format, UTF-8."""
+    from prometheus_client import generate_latest
+
+    return generate_latest(metrics.registry())
+
+
+def _layout(fixed: Mapping[str, str]) -> tuple[tuple[_Slot, ...], int]:
+    """Every child's place in a rank's cells, and the number of cells."""
+    slots = []
+    size = 0
+    for metric in CATALOGUE:
+        width = len(metric.buckets_ns) + 2 if metric.type is MetricType.HISTOGRAM else 1
+        for values in metric.children(fixed):
+            slots.append(_Slot(metric, values, size))
+            size += width
+    return tuple(slots), size
+
+
+def _label_dict(slot: _Slot) -> dict[str, str]:
+    return dict(zip((label.name for label in slot.row.labels), slot.values, strict=True))
+
+
+def _bounds(metric: MetricRow) -> tuple[str, ...]:
+    """The ``le`` label values of all buckets: seconds, spelled as OpenMetrics wants (``1e-06``, ``1.0``)."""
+    return (*(repr(bound / _NS_PER_SECOND) for bound in metric.buckets_ns), "+Inf")
+
+
+def _convert(metric: MetricRow, value: int) -> float:
+    return value / _NS_PER_SECOND if metric.unit == "seconds" else value
+
+
+def _installed_version() -> str:
+    try:
+        return metadata.version("hicache-obs")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _bind_problem(error: OSError, address: str, port: int) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"address {address!r} cannot be resolved; give a local address such as {LOOPBACK} or 0.0.0.0"
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {address} is in use; choose another or 0 for any free port"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"address {address} is not one of this machine; use {LOOPBACK} or 0.0.0.0"
+    if error.errno == errno.EACCES:
+        return f"port {port} on {address} needs privileges; choose one above 1023 or 0 for any free port"
+    return f"cannot listen on port {port} of {address}: {error.strerror or error}"

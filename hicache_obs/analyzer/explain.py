@@ -1,0 +1,128 @@
+"""A finding in words that a newcomer understands. Rendered from the data of ``Finding`` only."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hicache_obs.findings import AccessInfo, Cause, Finding, Hazard, Timing, Verdict
+
+_STORY: Final = {
+    Hazard.WAW_FORWARD_RESTORE: (
+        "A load-back restored pages that an already launched forward round was still going to write. "
+        "Whichever comes last wins: if the round does, the restored prefix is silently wrong."
+    ),
+    Hazard.WAR_FORWARD_RESTORE: (
+        "A load-back overwrote pages that an already launched forward round was still reading, so that round "
+        "may have attended to another request's KV."
+    ),
+    Hazard.RAW_RESTORE_FORWARD: (
+        "A forward round read pages before their load-back was known to be done, so it may have attended to "
+        "what was there before."
+    ),
+    Hazard.RAW_FORWARD_BACKUP: (
+        "A write-back copied pages to host memory before the forward round that fills them was known to be done, "
+        "so the host copy, and every later restore from it, may be wrong."
+    ),
+    Hazard.WAR_BACKUP_FORWARD: (
+        "A forward round wrote pages that a write-back was still copying to host memory, so the host copy may mix "
+        "two requests."
+    ),
+    Hazard.HOST_REUSE: ("Two operations use the same host page, at least one writes it, and nothing keeps them apart."),
+    Hazard.METADATA_WAR: (
+        "Two operations use the same buffer (indices, staging, flags), at least one writes it, and nothing keeps "
+        "them apart."
+    ),
+}
+_DEFAULT_STORY: Final = "Two operations touch the same pages, at least one writes, and nothing keeps them apart."
+_VERB: Final = {"read": "reads", "write": "writes"}
+
+
+def explain(finding: Finding) -> str:
+    """Several lines: what happened, what ran where, why nothing orders it, and how to fix it."""
+    title = f"{finding.fingerprint}  {finding.verdict.value.upper()}  {finding.hazard.value}"
+    if finding.secondary:
+        title += "  (secondary: one of these pages had raced before)"
+    lines = [
+        title,
+        "",
+        _STORY.get(finding.hazard, _DEFAULT_STORY),
+        "",
+        f"  {finding.space} pages {_ids(finding.pages)}{_layers(finding.layers)}",
+        f"  earlier  {_access(finding.earlier)}",
+        f"  later    {_access(finding.later)}",
+        f"  measured {_measured(finding)}",
+        f"  proof    {_proof(finding)}",
+        f"  fix      {_fix(finding)}",
+    ]
+    return "\n".join(lines)
+
+
+def _access(access: AccessInfo) -> str:
+    where = f"stream '{access.stream}'" if access.stream is not None else f"host thread {access.thread}"
+    number = f" {'round' if access.what == 'forward' else 'transfer'} {access.group}"
+    when = ""
+    if access.start_ns is not None and access.end_ns is not None:
+        when = f", ran {access.start_ns / 1e3:,.1f} to {access.end_ns / 1e3:,.1f} us"
+    what = access.what + (number if access.stream is not None else "")
+    which = f"op {access.op} ({access.site}){_layers(access.layers)}"
+    return f"{what} {_VERB[access.mode]} them on {where}, {which}{when}"
+
+
+def _measured(finding: Finding) -> str:
+    first, second = finding.earlier, finding.later
+    if finding.timing is Timing.UNTIMED:
+        return "no device times for this pair"
+    if finding.timing is Timing.KEPT:
+        return "this time the order was kept; nothing guarantees it next time"
+    gap = (first.start_ns or 0) - (second.end_ns or 0)
+    if gap >= 0:
+        return f"reversed: the later operation was over {gap / 1e3:,.1f} us before the earlier one began"
+    early = (first.end_ns or 0) - (second.start_ns or 0)
+    return f"overlap: the later operation began {early / 1e3:,.1f} us before the earlier one ended"
+
+
+def _proof(finding: Finding) -> str:
+    edge = finding.missing_edge
+    if finding.verdict is Verdict.CONTRADICTION:
+        return "an edge orders them, yet the times say otherwise: a fence is not where we think, or a clock lies"
+    text = f"nothing makes '{edge.waiter}' wait for '{edge.on}' up to op {edge.after} before op {edge.before}"
+    if finding.cause is Cause.WRONG_STREAM:
+        text += f"; a fence that covers op {edge.after} was put on '{finding.wrong_waiter}', "
+        text += f"but op {edge.before} ran on '{edge.waiter}'"
+    elif finding.cause is Cause.EARLY_EVENT:
+        text += f"; '{edge.waiter}' does wait for '{edge.on}', on an event recorded before op {edge.after} was queued"
+    elif finding.cause is Cause.EVENT_UNRECORDED:
+        text += f"; '{edge.waiter}' waits on an event that had never been recorded, which orders nothing"
+    elif finding.cause is Cause.RECORDS_LOST:
+        text = "records were lost between the two, so an edge may be missing from the trace"
+    return text
+
+
+def _fix(finding: Finding) -> str:
+    edge = finding.missing_edge
+    if finding.verdict is Verdict.CONTRADICTION:
+        return "check the stream of both operations and the clock error before trusting either"
+    if finding.cause is Cause.WRONG_STREAM:
+        return f"put the fence on '{edge.waiter}', the stream that runs op {edge.before}"
+    wait = f"{edge.waiter}.wait_stream({edge.on})"
+    return f"before op {edge.before} is issued: {wait}, or wait for an event recorded after op {edge.after}"
+
+
+def _ids(ids: tuple[int, ...]) -> str:
+    """``3-5, 9`` for ``(3, 4, 5, 9)``; at most eight runs."""
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:8]]
+    more = f", ... ({len(ids)} in all)" if len(runs) > 8 else ""
+    return ", ".join(texts) + more
+
+
+def _layers(layers: tuple[int, int]) -> str:
+    low, high = layers
+    if high >= 2**31 - 1:
+        return "" if low == 0 else f", layers from {low}"
+    return f", layer {low}" if high == low + 1 else f", layers {low}-{high - 1}"

@@ -1,0 +1,228 @@
+"""What each fence cost, and what it would have needed to cost (definitions in ``hicache_obs.costs``).
+
+Granularity: needed time is counted to the end of the whole forward segment or copy that conflicts, for the last
+operation that touched each page; a transfer is judged by its first copy, since a fence holds back all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from hicache_obs.analyzer.order import Actor, Snapshot
+from hicache_obs.analyzer.shadow import Operation
+from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost, TransferKind
+from hicache_obs.findings import Hazard
+from hicache_obs.records import (
+    Direction,
+    EventWait,
+    Kernel,
+    Memcpy,
+    OpId,
+    Purpose,
+    Space,
+    Times,
+    WaitStream,
+)
+
+FENCES: Final = (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
+MAX_OPEN: Final = 4096
+_KIND: Final = {Direction.HOST_TO_DEVICE: TransferKind.RESTORE, Direction.DEVICE_TO_HOST: TransferKind.BACKUP}
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """A wait on a stream; ``mark`` is what was last queued on the stream it waits for, and when."""
+
+    op: OpId
+    purpose: Purpose
+    issued_ns: int
+    mark: _Mark | None
+    start_ns: int | None = None
+    end_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mark:
+    """Last timed item before a record on its stream; the record completes when both are past."""
+
+    item: Operation | _Wait | None
+    issued_ns: int
+
+    def completed_ns(self) -> int | None:
+        """When the record completed, ``None`` while unknown."""
+        if self.item is None:
+            return self.issued_ns
+        return None if self.item.end_ns is None else max(self.issued_ns, self.item.end_ns)
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """One load-back or write-back: its copies, and the waits in front of the first."""
+
+    kind: TransferKind
+    number: int
+    waits: list[_Wait]
+    copies: list[Operation] = field(default_factory=list)
+    size_bytes: int = 0
+    pages: int = 0
+    untimed: int = 0
+    layers: int = 0
+
+    @property
+    def fences(self) -> list[_Wait]:
+        return [wait for wait in self.waits if wait.purpose in FENCES]
+
+
+class FenceMeter:
+    """Measures fences, layer waits and transfers from device times. Fed by the analyzer in trace order.
+
+    Args:
+        sink: Receives the costs.
+        hazard: ``hazard(earlier, later)``: what a fence between the two prevents, ``None`` if nothing.
+    """
+
+    def __init__(self, sink: AnalysisSink, hazard: Callable[[Operation, Operation], Hazard | None]) -> None:
+        self._sink = sink
+        self._hazard = hazard
+        self._last: dict[Actor, Operation | _Wait] = {}
+        self._queued: dict[Actor, list[_Wait]] = {}
+        self._waits: dict[OpId, _Wait] = {}
+        self._transfers: dict[tuple[TransferKind, int], _Transfer] = {}
+        self._of_copy: dict[OpId, _Transfer] = {}
+        self._pool_layers: dict[int, int] = {}
+
+    def declare_pool(self, pool: int, layers: int) -> None:
+        """State how many layers a device pool has, so that a transfer is known to be complete."""
+        self._pool_layers[pool] = layers
+
+    def mark(self, stream: Actor, issued_ns: int) -> object:
+        """Note for a record made on ``stream`` now; handed back in ``on_wait`` with the snapshot."""
+        return _Mark(self._last.get(stream), issued_ns)
+
+    def on_wait(self, stream: Actor, record: EventWait | WaitStream, snapshot: Snapshot | None) -> None:
+        """A wait was queued on ``stream``."""
+        mark = snapshot.mark if snapshot is not None else None
+        wait = _Wait(record.op, record.purpose, record.host_ns, mark if isinstance(mark, _Mark) else None)
+        self._last[stream] = wait
+        self._waits[record.op] = wait
+        while len(self._waits) > MAX_OPEN:
+            del self._waits[next(iter(self._waits))]
+        if record.purpose is not Purpose.LAYER:
+            queued = self._queued.setdefault(stream, [])
+            queued.append(wait)
+            del queued[:-16]
+
+    def on_operation(self, stream: Actor, operation: Operation, record: Kernel | Memcpy) -> None:
+        """An operation was queued on ``stream``."""
+        waits = self._queued.pop(stream, [])
+        self._last[stream] = operation
+        if not isinstance(record, Memcpy) or record.direction not in _KIND:
+            return
+        key = (_KIND[record.direction], record.group)
+        transfer = self._transfers.get(key)
+        device = [access for access in record.accesses if access.space is Space.DEVICE]
+        if transfer is None:
+            transfer = self._transfers[key] = _Transfer(key[0], record.group, waits)
+            transfer.pages = sum(len(access.ids) for access in device)
+            while len(self._transfers) > MAX_OPEN:
+                self._drop(next(iter(self._transfers)))
+        transfer.copies.append(operation)
+        transfer.size_bytes += record.size_bytes
+        transfer.untimed += 1
+        whole = self._pool_layers.get(device[0].pool if device else 0, 0)
+        transfer.layers += min(record.layers[1], whole) - record.layers[0] if whole else 0
+        self._of_copy[record.op] = transfer
+
+    def on_times(self, record: Times) -> None:
+        """Device times of a wait or an operation arrived (the operation's own are already set)."""
+        wait = self._waits.pop(record.op, None)
+        if wait is not None:
+            wait.start_ns, wait.end_ns = record.start_ns, record.end_ns
+            if wait.purpose is Purpose.LAYER:
+                self._sink.on_layer_wait(record.end_ns - record.start_ns)
+            return
+        transfer = self._of_copy.pop(record.op, None)
+        if transfer is None:
+            return
+        transfer.untimed -= 1
+        whole = self._pool_layers.get(0, 0)
+        if not transfer.untimed and whole and transfer.layers >= whole:
+            self._complete(transfer)
+
+    def finish(self) -> None:
+        """The trace is over: measure transfers of pools whose layer count was never declared."""
+        for transfer in list(self._transfers.values()):
+            if not transfer.untimed:
+                self._complete(transfer)
+        self._transfers.clear()
+        self._of_copy.clear()
+
+    def _drop(self, key: tuple[TransferKind, int]) -> None:
+        for copy in self._transfers.pop(key).copies:
+            self._of_copy.pop(copy.op, None)
+
+    def _complete(self, transfer: _Transfer) -> None:
+        del self._transfers[transfer.kind, transfer.number]
+        for fence in transfer.fences:
+            cost = self._cost(transfer, fence)
+            if cost is not None:
+                self._sink.on_fence(cost)
+        first, last = transfer.copies[0], transfer.copies[-1]
+        if first.start_ns is None or last.end_ns is None:
+            return
+        submitted = min([first.issued_ns, *(wait.issued_ns for wait in transfer.waits)])
+        self._sink.on_transfer(
+            TransferCost(
+                kind=transfer.kind,
+                transfer=transfer.number,
+                copy_ns=last.end_ns - first.start_ns,
+                op_ns=last.end_ns - submitted,
+                size_bytes=transfer.size_bytes,
+                pages=transfer.pages,
+                fenced=bool(transfer.fences) or not any(copy.unordered for copy in transfer.copies),
+            )
+        )
+
+    def _cost(self, transfer: _Transfer, fence: _Wait) -> FenceCost | None:
+        first = transfer.copies[0]
+        if fence.start_ns is None or fence.end_ns is None or first.start_ns is None:
+            return None
+        waited = max(0, fence.end_ns - max(fence.start_ns, first.issued_ns))
+        needed_end, hazard = self._needed(first)
+        others = [_released(wait) for wait in transfer.waits if wait is not fence]
+        exact = max(fence.start_ns, first.issued_ns, needed_end, *others)
+        avoidable = min(waited, max(0, first.start_ns - exact))
+        needed = waited - avoidable
+        return FenceCost(
+            op=fence.op,
+            kind=transfer.kind,
+            waited_ns=waited,
+            avoidable_ns=avoidable,
+            needed_ns={hazard: needed} if hazard is not None and needed else {},
+            in_flight=needed_end > fence.issued_ns,
+        )
+
+    def _needed(self, first: Operation) -> tuple[int, Hazard | None]:
+        """When the last operation that conflicts with the transfer ended, and the hazard it would have been."""
+        end, hazard = 0, None
+        for group in first.group.prior:
+            if group.actor == first.group.actor:
+                continue
+            for earlier in group.members:
+                if earlier.seq < first.seq and (earlier.end_ns or 0) > end:
+                    found = self._hazard(earlier, first)
+                    if found is not None:
+                        end, hazard = earlier.end_ns or 0, found
+        return end, hazard
+
+
+def _released(wait: _Wait) -> int:
+    """When the wait's dependency was complete: by its record if known, else by when the stream passed it."""
+    completed = wait.mark.completed_ns() if wait.mark is not None else None
+    if completed is not None:
+        return completed
+    if wait.end_ns is None or wait.start_ns is None:
+        return 0
+    return wait.end_ns if wait.end_ns > wait.start_ns else 0

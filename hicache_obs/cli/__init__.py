@@ -1,0 +1,1 @@
+"""The hicache-obs command, one module per subcommand."""

@@ -1,0 +1,67 @@
+"""Every exception this package raises for a caller's mistake or a failed run.
+
+::
+
+    HicacheObsError
+    ├── InputError (ValueError)        bad file, flag, environment or trace        exit code 2
+    │   ├── ConfigError                a setting or option
+    │   ├── TraceError                 a ring, journal or scenario file
+    │   └── WorkloadError              a workload file
+    ├── StreamError (RuntimeError)     a stream or event used as the protocol forbids
+    │   └── DeadlockError              nothing queued on the device can run
+    └── ControllerError (RuntimeError) the cache controller refuses an operation
+        ├── OutOfPages                 a pool has fewer free pages than asked for
+        ├── PagePinned                 a load-back claims pages of an in-flight load-back
+        ├── StaleGeneration            a layer event was overwritten before it was waited for
+        └── GateTimeout                the demo's writer gate did not open in time
+"""
+
+from __future__ import annotations
+
+
+class HicacheObsError(Exception):
+    """Base of all errors raised on purpose by hicache-obs."""
+
+
+class InputError(HicacheObsError, ValueError):
+    """What the user handed in cannot be used; the message names the input, the value and what is allowed."""
+
+
+class ConfigError(InputError):
+    """A setting, flag or environment variable has a value that is not allowed."""
+
+
+class TraceError(InputError):
+    """A ring, journal or scenario file cannot be read; the message names the file and the place in it."""
+
+
+class WorkloadError(InputError):
+    """A workload file cannot be read; the message names the file and the line."""
+
+
+class StreamError(HicacheObsError, RuntimeError):
+    """A stream or event was used in a way the stream protocol forbids."""
+
+
+class DeadlockError(StreamError):
+    """The host waits for device work that can never run."""
+
+
+class ControllerError(HicacheObsError, RuntimeError):
+    """The cache controller refuses an operation; its state is unchanged."""
+
+
+class OutOfPages(ControllerError):
+    """A pool has fewer free pages than were asked for."""
+
+
+class PagePinned(ControllerError):
+    """A load-back claims nodes that an in-flight load-back has pinned."""
+
+
+class StaleGeneration(ControllerError):
+    """A consumer waits for a layer event that a newer load-back has already overwritten."""
+
+
+class GateTimeout(ControllerError):
+    """The gate that holds the last writer did not open in time, so the run proves nothing."""

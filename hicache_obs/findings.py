@@ -1,0 +1,204 @@
+"""What the analyzer concludes, as data: proof, timing, verdict, finding, and the exit code of a run.
+
+Text is rendered elsewhere (``hicache_obs.analyzer.explain``). The verdict table is DESIGN's: two independent
+answers per pair of conflicting accesses, *proof* (does any edge order them) and *timing* (what was measured).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+from hicache_obs.records import OpId, StreamId, ThreadId
+
+
+class Hazard(str, enum.Enum):
+    """The closed set of hazards; the value is the metric label."""
+
+    WAW_FORWARD_RESTORE = "waw_forward_restore"
+    WAR_FORWARD_RESTORE = "war_forward_restore"
+    RAW_RESTORE_FORWARD = "raw_restore_forward"
+    RAW_FORWARD_BACKUP = "raw_forward_backup"
+    WAR_BACKUP_FORWARD = "war_backup_forward"
+    HOST_REUSE = "host_reuse"
+    STORAGE_PREFETCH = "storage_prefetch"
+    RELOCATION = "relocation"
+    GRAPH = "graph"
+    METADATA_WAR = "metadata_war"
+    LIFETIME = "lifetime"
+    RDMA = "rdma"
+    TP_DIVERGENCE = "tp_divergence"
+    OTHER = "other"
+
+
+class Proof(str, enum.Enum):
+    """Does something order the earlier access before the later one?"""
+
+    ORDERED = "ordered"
+    """By guaranteed edges only."""
+    POLLED = "polled"
+    """Only because the host once saw an event complete (``query``)."""
+    NONE = "none"
+    UNKNOWN = "unknown"
+    """Records were lost, so an edge may be missing from the trace."""
+
+
+class Timing(str, enum.Enum):
+    """What the device times say."""
+
+    KEPT = "kept"
+    BROKEN = "broken"
+    """The later access started before the earlier one ended, by more than the clock error."""
+    UNTIMED = "untimed"
+
+
+class Verdict(str, enum.Enum):
+    """One word per conflicting pair."""
+
+    ORDERED = "ordered"
+    POLLED = "polled"
+    LATENT = "latent"
+    """Nothing orders the pair; this time it ran in the right order, or nobody measured."""
+    VIOLATION = "violation"
+    """Nothing orders the pair, and it did run in the wrong order or overlapped."""
+    CONTRADICTION = "contradiction"
+    """Proven ordered, yet measured broken: a fence is not where we think, or a clock lies."""
+    UNKNOWN = "unknown"
+
+
+class Cause(str, enum.Enum):
+    """Why nothing orders the pair, as far as the trace shows."""
+
+    MISSING_FENCE = "missing_fence"
+    WRONG_STREAM = "wrong_stream"
+    """A fence that covers the earlier access exists, on another stream than the later access ran on."""
+    EARLY_EVENT = "early_event"
+    """A wait exists, on a record made before the earlier access was queued."""
+    EVENT_UNRECORDED = "event_unrecorded"
+    """A wait exists, on an event that had never been recorded."""
+    RECORDS_LOST = "records_lost"
+    CLOCK_OR_FENCE = "clock_or_fence"
+
+
+def judge(proof: Proof, timing: Timing, *, both_recorded: bool = True) -> Verdict:
+    """The verdict table.
+
+    Args:
+        both_recorded: Both accesses are in the trace (always, unless one is inferred); only then can an
+            ``unknown`` proof with broken times be called a violation.
+    """
+    if proof in (Proof.ORDERED, Proof.POLLED):
+        return Verdict.CONTRADICTION if timing is Timing.BROKEN else Verdict(proof.value)
+    if proof is Proof.NONE:
+        return Verdict.VIOLATION if timing is Timing.BROKEN else Verdict.LATENT
+    return Verdict.VIOLATION if timing is Timing.BROKEN and both_recorded else Verdict.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class AccessInfo:
+    """One side of a finding.
+
+    Attributes:
+        op: Operation id; the NVTX payload of its range.
+        what: ``forward``, ``restore``, ``backup``, ``copy``, ``host`` ...
+        mode: ``read`` or ``write``.
+        site: Code site name.
+        stream: Stream name, or ``None`` for a host access.
+        stream_id: Handle of that stream, ``None`` for a host access.
+        group: Round or transfer id.
+        layers: Half-open layer range of the operation.
+        thread: Issuing host thread.
+        issued_ns: Host clock at the call.
+        start_ns, end_ns: Device times, ``None`` when not measured.
+    """
+
+    op: OpId
+    what: str
+    mode: str
+    site: str
+    stream: str | None
+    stream_id: StreamId | None
+    group: int
+    layers: tuple[int, int]
+    thread: ThreadId
+    issued_ns: int
+    start_ns: int | None
+    end_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """An order that is missing, or one that would be enough: ``waiter`` waits for ``on``'s work up to ``after``.
+
+    Attributes:
+        on: Stream (or host thread) that runs the earlier access.
+        after: Operation the wait must cover.
+        waiter: Stream (or host thread) that must wait.
+        before: Operation the wait must be issued before.
+    """
+
+    on: str
+    after: OpId
+    waiter: str
+    before: OpId
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One conflicting pair of operations that is not proven and kept.
+
+    Attributes:
+        hazard, verdict, proof, timing, cause: See the enums.
+        earlier, later: The two accesses; *earlier* was issued first.
+        space: ``device``, ``host`` or ``buffer``.
+        pool: Pool number.
+        pages: Ids both sides touch, ascending.
+        layers: Half-open layer range both sides touch.
+        missing_edge: The order that does not exist; its issue point is also the cheapest place for it.
+        wrong_waiter: For ``Cause.WRONG_STREAM``: the stream the fence was put on instead.
+        coarse: The interval is the segment's, not the single access's.
+        fingerprint: ``HC-`` and 8 hex digits; equal for the same defect in every run of one engine version.
+        secondary: A page of the pair had already raced before.
+    """
+
+    hazard: Hazard
+    verdict: Verdict
+    proof: Proof
+    timing: Timing
+    cause: Cause
+    earlier: AccessInfo
+    later: AccessInfo
+    space: str
+    pool: int
+    pages: tuple[int, ...]
+    layers: tuple[int, int]
+    missing_edge: Edge
+    wrong_waiter: str | None
+    coarse: bool
+    fingerprint: str
+    secondary: bool = False
+
+
+def fingerprint(hazard: Hazard, earlier_site: str, later_site: str, on: str, waiter: str, engine: str) -> str:
+    """Stable name of a defect: hazard, both sites, the missing edge and the engine version; never ids or times."""
+    text = "\0".join((hazard.value, earlier_site, later_site, on, waiter, engine))
+    return "HC-" + hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of every command. Precedence when several apply: 70 > 2 > 1 > 3 > 0."""
+
+    CLEAN = 0
+    FINDINGS = 1
+    BAD_INPUT = 2
+    NOTHING_CHECKED = 3
+    INTERNAL = 70
+
+
+def worst(codes: list[ExitCode]) -> ExitCode:
+    """The exit code that wins; CLEAN for an empty list."""
+    for code in (ExitCode.INTERNAL, ExitCode.BAD_INPUT, ExitCode.FINDINGS, ExitCode.NOTHING_CHECKED):
+        if code in codes:
+            return code
+    return ExitCode.CLEAN

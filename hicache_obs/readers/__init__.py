@@ -1,0 +1,1 @@
+"""Every trace source as one sequence of records."""

@@ -1,0 +1,1 @@
+"""History notation, fakes, schedule exploration and replay for tests."""

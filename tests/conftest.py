@@ -1,0 +1,86 @@
+"""Fixtures every test may use: external tools, shared data, the checkout, and the ``gpu`` marker.
+
+A test whose tool, data or device is absent is skipped with a reason that says what to do. In CI
+``HICACHE_OBS_REQUIRE=all`` turns an absent tool into a failure, and ``.ci/check_skips.py`` accepts no skip
+reasons but those that begin with one of its prefixes, which are this file's.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+NO_GPU = "gpu: no CUDA device here; on a machine with one run `make gpu-check`"
+NO_SHARED = "shared data: ../shared is absent beside this checkout"
+NO_CHECKOUT = "checkout: needs the source tree, this is an installed package"
+
+RequireTool = Callable[..., Path]
+
+
+def _absent(reason: str) -> None:
+    """Skip the test, or fail it where everything was announced to be installed."""
+    if os.environ.get("HICACHE_OBS_REQUIRE") == "all":
+        pytest.fail(f"{reason} (HICACHE_OBS_REQUIRE=all: a failure, not a skip)", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def require_tool() -> RequireTool:
+    """``require_tool(name, install="apt-get install ...", also=[folder])``: the program's path, or a skip.
+
+    ``also`` names folders to look in after PATH.
+    """
+
+    def find(name: str, *, install: str, also: Sequence[str | Path] = ()) -> Path:
+        places = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, also)])
+        path = shutil.which(name, path=places)
+        if path is None:
+            _absent(f"tool: {name} is not installed; {install}")
+        assert path is not None
+        return Path(path)
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def nvtx_0_2_11() -> Path:
+    """A folder for PYTHONPATH holding nvtx 0.2.11, whose ranges nsys 2022.4 records; or a skip."""
+    folder = Path(os.environ.get("HICACHE_OBS_NVTX_0_2_11", ROOT / ".cache" / "nvtx-0.2.11"))
+    if not (folder / "nvtx").is_dir():
+        _absent(f"tool: no nvtx 0.2.11 in {folder}; make nsys-env")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The source tree, or a skip where the tests run against an installed package."""
+    if not (ROOT / "hicache_obs").is_dir():
+        pytest.skip(NO_CHECKOUT)
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The ``shared`` folder beside the checkout, or a skip: it is not part of the repository."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(NO_SHARED)
+    return folder
+
+
+def _has_cuda() -> bool:
+    import torch  # here, because most runs collect no gpu test and importing torch takes seconds
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Show gpu tests as skipped where there is no CUDA device."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_cuda():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
