@@ -17,7 +17,7 @@ import torch
 
 from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, RoundResult
 from hicache_obs.controller.ledger import ContentLedger
-from hicache_obs.controller.pools import DevicePool
+from hicache_obs.controller.pools import DevicePool, synchronize
 from hicache_obs.errors import ControllerError
 from hicache_obs.records import Mode, Work
 from hicache_obs.records import device as device_access
@@ -174,6 +174,7 @@ class ModelRunner(ABC):
         self.forward_stream: Stream = device.Stream("forward")
         self.token_buffer = torch.zeros(token_slots, dtype=torch.int64, device=device.torch_device)
         self.launched_segments = 0
+        synchronize(self.token_buffer.device)
 
     def forward(self, batch: ForwardBatch, *, layer_wait: Callable[[int], None] | None = None) -> RoundResult:
         """Launch ``batch`` on ``forward_stream`` and return at once.

@@ -241,7 +241,7 @@ class Scheduler:
         budget = self.options.max_extend_tokens
         while self._waiting and self._free_slots and len(admitted) < self.options.max_extend_rows:
             request, tokens, remaining = self._waiting[0]
-            found = self._admit_one(request, tokens, remaining, budget if admitted else None, len(admitted))
+            found = self._admit_one(request, tokens, remaining, budget if admitted else None)
             if found is None:
                 break
             self._waiting.popleft()
@@ -251,7 +251,7 @@ class Scheduler:
         return admitted
 
     def _admit_one(
-        self, request: Request, tokens: list[int], remaining: int, budget: int | None, admitted: int
+        self, request: Request, tokens: list[int], remaining: int, budget: int | None
     ) -> tuple[_State, int] | None:
         """Match, lock, restore and allocate for one request; ``None``, with nothing changed, if it must wait."""
         size = self.radix.page_size
@@ -264,8 +264,7 @@ class Scheduler:
         fresh = -(-len(tokens) // size) - cached // size
         last = path[-1] if path else self.radix.root
         self.radix.lock(last)
-        next_tokens = len(self._running) + admitted  # a page each, so that admission does not cause retraction
-        if not self._room(match.host_len // size + fresh + next_tokens):
+        if not self._room(match.host_len // size + fresh):  # optimistic: decode rows may have to retract one later
             self.radix.unlock(last)
             return None
         slot = self._free_slots.pop()

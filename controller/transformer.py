@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hicache_obs.controller.batch import BatchMode, ForwardBatch
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import TOKEN_SLOTS, ModelRunner, RoundWork
-from hicache_obs.controller.pools import DevicePool, KVLayout
+from hicache_obs.controller.pools import DevicePool, KVLayout, synchronize
 from hicache_obs.errors import ControllerError
 from hicache_obs.streams.protocol import Device
 
@@ -89,7 +89,8 @@ def seeded_weights(
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
     """``x`` scaled to root mean square 1 along its last dimension."""
-    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+    normed: torch.Tensor = F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+    return normed
 
 
 def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
@@ -218,6 +219,7 @@ class TransformerRunner(ModelRunner):
         self.weights = seeded_weights(
             layout, seed=seed, vocabulary=vocabulary, hidden=hidden, mlp=mlp, device=device.torch_device
         )
+        synchronize(self.token_buffer.device)
 
     def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> TransformerRound:
         return TransformerRound(self.weights, batch, self.pool, self.ledger, self.token_buffer, next_tokens)

@@ -147,8 +147,8 @@ def generate(
 
     The defaults match the figures of one hour of a public chat trace (12,031 requests: input p50 6,909, p95
     39,550, mean 12,035 tokens; output p50 350, p95 698, mean 343; 36.6 % of blocks a prefix hit; 3.4 requests
-    per second). A conversation's next prompt is its last one and more, so prefixes that were evicted in the
-    meantime come back: few pages, several ``conversations`` and a high ``reuse`` make many load-backs.
+    per second). A conversation's next prompt is its last one and more (made-up tokens where the answer would
+    be), so prefixes that were evicted in the meantime come back: few pages, several ``conversations`` and a high ``reuse`` make many load-backs.
 
     Args:
         n: Number of requests.
@@ -178,29 +178,37 @@ def generate(
         _require(max_output=(max_output, 1))
     if not 0 <= reuse <= 1:
         raise ConfigError(f"reuse: {reuse}; expected a share in 0..1")
-    if requests_per_second <= 0:
-        raise ConfigError(f"requests_per_second: {requests_per_second}; expected a number > 0")
+    positive = {
+        "first_input_median": first_input_median,
+        "turn_median": turn_median,
+        "requests_per_second": requests_per_second,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise ConfigError(f"{name}: {value}; expected a number > 0")
     random = np.random.default_rng(seed)
     arrivals = np.cumsum(random.exponential(1000 / requests_per_second, n)).astype(np.int64)
-    shortest = shared_blocks * TRACE_BLOCK + 1
-    longest = math.inf if max_blocks is None else max_blocks * TRACE_BLOCK
     outputs = _normal_outputs(random, n, output_mean, output_deviation, tokens_per_block, max_output)
-    live: list[tuple[int, float]] = []  # (conversation, length so far), the one silent for longest first
+    shared = shared_blocks * tokens_per_block
+    longest = math.inf if max_blocks is None else max_blocks * tokens_per_block
+    scale = TRACE_BLOCK / tokens_per_block
+    live: list[tuple[int, int]] = []  # (conversation, tokens so far), the one silent for longest first
     started = 0
     requests: list[Request] = []
     for i in range(n):
         if live and random.random() < reuse:
             conversation, length = live.pop(int(random.integers(len(live))))
-            length += _log_normal(random, turn_median, turn_sigma, 1, longest - length)
+            added = _log_normal(random, turn_median, turn_sigma, (longest - length) * scale)
+            length += _scaled(added, tokens_per_block)
         else:
             conversation, started = started, started + 1
-            length = _log_normal(random, first_input_median, first_input_sigma, shortest, longest)
-        if length + 1 < longest:
+            drawn = _log_normal(random, first_input_median, first_input_sigma, longest * scale)
+            length = max(shared + 1, _scaled(drawn, tokens_per_block))
+        if length < longest:
             live.append((conversation, length))
         if len(live) > conversations:
             del live[0]
-        tokens = _scaled(round(length), tokens_per_block)
-        prompt = _conversation_prompt(seed, conversation, tokens, shared_blocks * tokens_per_block, vocabulary)
+        prompt = _conversation_prompt(seed, conversation, length, shared, vocabulary)
         requests.append(Request(i, int(arrivals[i] - arrivals[0]), prompt, int(outputs[i])))
     return requests
 
@@ -301,7 +309,7 @@ def _require(**arguments: tuple[int, int]) -> None:
             raise ConfigError(f"{name}: {value}; expected an integer ≥ {lowest}")
 
 
-def _scaled(tokens: int, tokens_per_block: int) -> int:
+def _scaled(tokens: float, tokens_per_block: int) -> int:
     """Tokens of 512-token blocks in blocks of ``tokens_per_block``, at least one."""
     return max(1, round(tokens / TRACE_BLOCK * tokens_per_block))
 
@@ -338,12 +346,11 @@ def _conversation_prompt(seed: int, conversation: int, length: int, shared: int,
     return _tokens(streams + _mixed(np.array([seed], dtype=np.uint64)), positions, vocabulary)
 
 
-def _log_normal(random: np.random.Generator, median: float, sigma: float, lowest: float, highest: float) -> float:
-    """A log-normal number below ``highest``, and not below ``lowest``."""
+def _log_normal(random: np.random.Generator, median: float, sigma: float, highest: float) -> float:
+    """A log-normal number below ``highest``."""
     normal = NormalDist(math.log(median), sigma)
-    below = normal.cdf(math.log(highest))
-    share = below * random.random()
-    return max(lowest, math.exp(normal.inv_cdf(share))) if share else lowest
+    share = normal.cdf(math.log(highest)) * random.random()
+    return min(highest, math.exp(normal.inv_cdf(share))) if share else 0.0
 
 
 def _normal_outputs(

@@ -12,6 +12,26 @@ Layout of one ring slot, ``SLOT_BYTES`` long, little endian::
     64  four access cells of 16 bytes: u8 space | u8 mode | u16 pool | u32 count | u64 arena position
         (a ``Define`` record keeps up to 64 bytes of UTF-8 text here instead)
 
+What ``aux`` and ``a`` to ``d`` hold; what is not named is 0::
+
+    Kernel, Memcpy     a stream   b site    c group   d size_bytes   aux direction (Memcpy)
+    EventRecord        a event    b stream
+    EventWait          a event    b stream  aux purpose
+    WaitStream         a waiter   b on      aux purpose
+    EventQuery         a event    aux result
+    EventSync          a event
+    HostSync           a stream   aux 1, or 0 for all streams
+    HostAccess         b site
+    PageAlloc/Free     c owner    one cell
+    RecordStream       a buffer   b stream
+    Times              a start_ns b end_ns  c error_ns
+    Lost               a count    aux reason
+    Define             a id       b value   c space   aux text length in bytes
+
+A ring file is one header page of ``HEADER_BYTES`` (``RingWord`` names its 64-bit words), ``slots`` slots, and an
+arena of 64-bit page ids. Records and arena positions are numbered from 0 without wrapping; their place in the
+file is the number modulo the size, which is a power of two.
+
 Units: times are integer nanoseconds, sizes integer bytes. ``host_ns`` is the host clock at the call; device
 times arrive later in a ``Times`` record, on the same clock, with a stated error.
 """
@@ -34,6 +54,15 @@ PageIds = npt.NDArray[np.int64]
 
 SLOT_BYTES: Final = 128
 MAX_ACCESSES: Final = 4
+MAX_TEXT_BYTES: Final = 64
+"""A longer text of a ``Define`` is cut, on a character boundary, when it is written to a ring."""
+HEADER_BYTES: Final = 4096
+RING_MAGIC: Final = b"hicaring"
+RING_VERSION: Final = 1
+"""Changes when a reader of the old layout would misread a new file."""
+MAX_SLOTS: Final = 1 << 24
+MAX_ARENA_WORDS: Final = 1 << 28
+MAX_REASONS: Final = 16
 ALL_LAYERS: Final = (0, 2**31 - 1)
 """Layer range of an access that does not say which layers it touches. Ranges are half open."""
 NO_OP: Final = OpId(-1)
@@ -79,6 +108,57 @@ class Purpose(enum.IntEnum):
     """A transfer waits for the start event of its submission."""
 
 
+class RingWord(enum.IntEnum):
+    """Place of each 64-bit word in a ring's header page, as a word number. Little endian.
+
+    The writer changes ``HEAD`` to ``REPORTED``, the reader ``TAIL`` and ``ARENA_TAIL`` (on a cache line of their
+    own), either of them ``MODE``; the rest is fixed when the file is made.
+    """
+
+    MAGIC = 0
+    """``RING_MAGIC``; written last, so a file that has it is complete."""
+    VERSION = 1
+    SLOT_BYTES = 2
+    SLOTS = 3
+    ARENA_WORDS = 4
+    PID = 5
+    TP_RANK = 6
+    PP_RANK = 7
+    DP_RANK = 8
+    WALL_NS = 9
+    """Wall clock (Unix time), read together with ``HOST_NS``."""
+    HOST_NS = 10
+    """Host clock of the records, read together with ``WALL_NS``."""
+    MODE = 16
+    """A ``CaptureMode``."""
+    HEAD = 24
+    """Records written. Stored after the record itself: what is below it is whole."""
+    ARENA_HEAD = 25
+    """Arena words handed out. Stored before they are filled."""
+    ARENA_LOW = 26
+    """Records from now on refer to no arena position below this. Stored after ``HEAD``."""
+    HEARTBEAT_NS = 27
+    """Host clock when the writer last said it is alive."""
+    DROPPED = 32
+    """``MAX_REASONS`` words: records lost so far, by ``DropReason``."""
+    REPORTED = 48
+    """``MAX_REASONS`` words: the part of ``DROPPED`` that a ``Lost`` record in the ring states."""
+    TAIL = 72
+    """Records read."""
+    ARENA_TAIL = 73
+    """Arena words that may be used again."""
+
+
+class CaptureMode(enum.IntEnum):
+    """What a process under observation does; the mode byte of its ring."""
+
+    OFF = 0
+    """Append nothing. ``hicache-obs off`` sets it from outside."""
+    OBSERVE = 1
+    ENFORCE = 2
+    """Observe, and issue missing fences."""
+
+
 class DefineSpace(enum.IntEnum):
     """What a ``Define`` record gives a name to."""
 
@@ -87,10 +167,12 @@ class DefineSpace(enum.IntEnum):
     THREAD = 2
     SITE = 3
     POOL = 4
+    """A device pool."""
     BUFFER = 5
     ENGINE = 6
     REQUEST = 7
     CHANNEL = 8
+    HOST_POOL = 9
 
 
 class StreamKind(enum.IntEnum):
@@ -107,6 +189,22 @@ class DropReason(enum.IntEnum):
     RING_FULL = 0
     ARENA_FULL = 1
     UNRESOLVED = 2
+    """Device times that never came, or came too late. No edge and no access is missing."""
+    SWITCHED_OFF = 3
+    """The mode byte was off for a while."""
+    RECORDER_ERROR = 4
+    """The recorder failed, or was called in the middle of its own work (from a signal handler)."""
+    MISSING = 5
+    """The file no longer has them: overwritten in a ring that was read, or a journal segment that is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which worker of a server a ring or journal belongs to."""
+
+    tp: int = 0
+    pp: int = 0
+    dp: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,7 +378,7 @@ class Lost(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Define(Record):
-    """A name for an id. Streams also state their kind, pools their page and layer count, in ``value``."""
+    """A name for an id. Streams also state their kind, pools their layer count, in ``value``."""
 
     space: DefineSpace
     id: int

@@ -14,18 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from hicache_obs.errors import StreamError
 from hicache_obs.records import Purpose, StreamId, StreamKind, Work
 from hicache_obs.streams import protocol
-from hicache_obs.streams.cuda_clock import Clock, RawEvent
+from hicache_obs.streams.cuda_clock import Clock
 from hicache_obs.streams.cuda_hold import Hold
+from hicache_obs.streams.cuda_module import DeviceModule, RawEvent, RawStream
+from hicache_obs.streams.cuda_probe import CudaProbe, PairPool
 from hicache_obs.streams.handles import own
 from hicache_obs.streams.launching import failure, refuse_in_launch, run_launched
-
-_FREE_PAIRS: Final = 1024
-"""Timing event pairs kept for reuse; making one costs a driver call, keeping one about nothing."""
 
 _REDRAWS: Final = 64
 """torch hands streams out of a pool of 32, round robin; so many draws find a free one if there is any."""
@@ -34,86 +33,6 @@ _SETTLE_S: Final = 0.05
 """A stream that stands at a wait for this long, with the gate closed, is taken to be held up by it."""
 
 _POLL_S: Final = 0.0005
-
-
-class RawStream(Protocol):
-    """A torch stream."""
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-
-class DeviceModule(Protocol):
-    """The part of ``torch.cuda`` that is used here."""
-
-    def Stream(self) -> RawStream: ...  # noqa: N802 torch's name
-
-    def Event(self, enable_timing: bool = False) -> RawEvent: ...  # noqa: N802 torch's name
-
-    def current_stream(self) -> RawStream: ...
-
-    def stream(self, stream: RawStream) -> AbstractContextManager[Any]: ...
-
-    def synchronize(self) -> None: ...
-
-
-class CudaProbe:
-    """A pair of timing events around one item, from the device's pool."""
-
-    __slots__ = ("_both", "_on_begin", "_on_end", "_pair", "_taken", "_times_ns", "device")
-
-    def __init__(
-        self, device: CudaDevice, on_begin: Callable[[], None] | None, on_end: Callable[[], None] | None
-    ) -> None:
-        self.device: Final = device
-        self._on_begin = on_begin
-        self._on_end = on_end
-        self._taken = False
-        self._both = False
-        self._pair: tuple[RawEvent, RawEvent] | None = None
-        self._times_ns: tuple[int, int] | None = None
-
-    def begin(self, stream: RawStream) -> None:
-        """Record the first event on ``stream``; StreamError the second time."""
-        if self._taken:
-            raise StreamError("probe already measures another item: take a new one for each item")
-        self._taken = True
-        self._pair = self.device.take_pair()
-        if self._on_begin is not None:
-            self._on_begin()
-        self._pair[0].record(stream)
-
-    def end(self, stream: RawStream) -> None:
-        """Record the second event on ``stream``. Partner of ``begin``."""
-        assert self._pair is not None
-        self._pair[1].record(stream)
-        if self._on_end is not None:
-            self._on_end()
-        self._both = True
-
-    def ready(self) -> bool:
-        """See ``protocol.Probe.ready``. Re-anchors the clock when that is due: not for the launching thread."""
-        if self._times_ns is not None:
-            return True
-        self.device.clock.keep()
-        return self._complete()
-
-    def times_ns(self) -> tuple[int, int]:
-        """See ``protocol.Probe.times_ns``. The first call gives the events back to the pool."""
-        if self._times_ns is None:
-            if self._pair is None or not self._complete():
-                raise StreamError("probe times are not known yet: ask ready() first")
-            self._times_ns = self.device.clock.to_host_ns(self._pair[0]), self.device.clock.to_host_ns(self._pair[1])
-            self.device.give_pair(self._pair)
-            self._pair = None
-        return self._times_ns
-
-    def _complete(self) -> bool:
-        # A pooled event still answers for its former use until it is recorded again.
-        return self._both and self._pair is not None and self._pair[1].query()
 
 
 class CudaEvent:
@@ -307,10 +226,10 @@ class CudaDevice:
         self._torch_device = torch_device
         self._lock = threading.Lock()
         self._streams: dict[StreamId, CudaStream] = {}
-        self._free_pairs: deque[tuple[RawEvent, RawEvent]] = deque(maxlen=_FREE_PAIRS)
         # Adopted like the engine's, so that torch's pool never hands its handle to the engine as well.
         anchors = self._adopt(module.Stream(), "clock anchors")
-        self.clock: Final = Clock(anchors.raw, lambda: module.Event(enable_timing=True))
+        self._clock = Clock(anchors.raw, self._timing_event)
+        self._pairs = PairPool(self._timing_event)
 
     @property
     def name(self) -> str:
@@ -325,7 +244,7 @@ class CudaDevice:
     @property
     def clock_error_ns(self) -> int:
         """Half width of the last anchors' uncertainty, never below a microsecond."""
-        return self.clock.error_ns
+        return self._clock.error_ns
 
     def Stream(  # noqa: N802 torch's name
         self, name: str = "", *, kind: StreamKind = StreamKind.NONBLOCKING
@@ -384,7 +303,7 @@ class CudaDevice:
 
     def probe(self, on_begin: Callable[[], None] | None = None, on_end: Callable[[], None] | None = None) -> CudaProbe:
         """See ``protocol.Device.probe``."""
-        return CudaProbe(self, on_begin, on_end)
+        return CudaProbe(self, self._pairs, self._clock, on_begin, on_end)
 
     def gate(self) -> CudaGate:
         """See ``protocol.Device.gate``."""
@@ -404,16 +323,8 @@ class CudaDevice:
         """``stream``, known to be of this device; the current stream for ``None``."""
         return self.current_stream() if stream is None else own(CudaStream, stream, self)
 
-    def take_pair(self) -> tuple[RawEvent, RawEvent]:
-        """A pair of timing events, used ones first."""
-        try:
-            return self._free_pairs.popleft()
-        except IndexError:
-            return self.module.Event(enable_timing=True), self.module.Event(enable_timing=True)
-
-    def give_pair(self, pair: tuple[RawEvent, RawEvent]) -> None:
-        """Give ``pair`` back to ``take_pair``; both are complete."""
-        self._free_pairs.append(pair)
+    def _timing_event(self) -> RawEvent:
+        return self.module.Event(enable_timing=True)
 
     def _adopt(self, raw: RawStream, name: str = "") -> CudaStream:
         handle = _handle(raw)

@@ -11,7 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
+
+from hicache_obs.streams.cuda_module import RawEvent
 
 RENEW_NS: Final = 4_000_000_000
 """Age at which the next poll takes a new anchor; below the 5 s so that a slow poller keeps them too."""
@@ -25,18 +27,6 @@ GOOD_ENOUGH_NS: Final = 10_000
 _TRIES: Final = 5
 _GIVE_UP_NS: Final = 1_000_000
 """An anchor event that takes longer met a busy device: try again at the next poll."""
-
-
-class RawEvent(Protocol):
-    """A torch event."""
-
-    def record(self, stream: Any) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end_event: Any) -> float: ...
 
 
 class Anchor(NamedTuple):
@@ -69,12 +59,11 @@ class Clock:
         self._drift_ns = 0
         # A few, so that an operation that began before the newest anchor is measured from a near one.
         self._anchors: deque[Anchor] = deque(maxlen=4)
-        # Until the first anchor there are no times at all, so this one, at start-up, is waited for.
-        event = new_event()
-        before_ns = host_ns()
-        event.record(stream)
-        event.synchronize()
-        self._anchors.append(_anchor(event, before_ns, host_ns()))
+        # Until the first anchor there are no times at all, so this one, at start-up, is waited for. The very
+        # first event pays for the set-up of the context, hence not just one.
+        first = _best(self._anchor_now)
+        assert first is not None
+        self._anchors.append(first)
 
     @property
     def error_ns(self) -> int:
@@ -89,13 +78,7 @@ class Clock:
         if self._host_ns() - self._anchors[-1].host_ns < RENEW_NS or not self._busy.acquire(blocking=False):
             return
         try:
-            best: Anchor | None = None
-            for _ in range(_TRIES):
-                new = self._try_anchor()
-                if new is not None and (best is None or new.error_ns < best.error_ns):
-                    best = new
-                if best is not None and best.error_ns <= GOOD_ENOUGH_NS:
-                    break
+            best = _best(self._anchor_soon)
             if best is not None:
                 self._drift_ns = abs(self.to_host_ns(best.event) - best.host_ns)
                 self._anchors.append(best)
@@ -109,7 +92,14 @@ class Clock:
         elapsed_ms, anchor = min(times, key=lambda pair: abs(pair[0]))
         return anchor.host_ns + round(elapsed_ms * 1e6)
 
-    def _try_anchor(self) -> Anchor | None:
+    def _anchor_now(self) -> Anchor:
+        event = self._new_event()
+        before_ns = self._host_ns()
+        event.record(self._stream)
+        event.synchronize()
+        return _anchor(event, before_ns, self._host_ns())
+
+    def _anchor_soon(self) -> Anchor | None:
         event = self._new_event()
         before_ns = self._host_ns()
         event.record(self._stream)
@@ -122,3 +112,14 @@ class Clock:
 def _anchor(event: RawEvent, before_ns: int, after_ns: int) -> Anchor:
     half_ns = (after_ns - before_ns + 1) // 2
     return Anchor(event, before_ns + half_ns, half_ns)
+
+
+def _best(attempt: Callable[[], Anchor | None]) -> Anchor | None:
+    best: Anchor | None = None
+    for _ in range(_TRIES):
+        new = attempt()
+        if new is not None and (best is None or new.error_ns < best.error_ns):
+            best = new
+        if best is not None and best.error_ns <= GOOD_ENOUGH_NS:
+            break
+    return best

@@ -21,8 +21,8 @@ class PoolGuard(TorchDispatchMode):
     """Context manager: an operator on the storage of one of ``tensors``, outside ``launch``, raises StreamError.
 
     Views are free: slicing a pool touches no element. A dispatch mode is thread-local, so this guards the
-    thread that enters it and nobody else's; and it sees torch operators only, not numpy, ``data_ptr`` or
-    kernels that bypass the dispatcher.
+    thread that enters it and nobody else's; and it sees torch operators only, not numpy, ``data_ptr``, kernels
+    that bypass the dispatcher, or printing a tensor, for which torch suspends all modes.
 
     Args:
         device: The device whose ``launch`` should be used; named in the message.

@@ -1,1 +1,7 @@
-"""History notation, fakes, schedule exploration and replay for tests."""
+"""For people who test their own stream code, and for this project's tests."""
+
+from hicache_obs.testing.brute_force import races
+from hicache_obs.testing.history import History
+from hicache_obs.testing.recording import RecordingSink
+
+__all__ = ["History", "RecordingSink", "races"]

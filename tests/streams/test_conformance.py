@@ -267,13 +267,13 @@ def test_nesting_raises(bench, call):
 def test_streams_and_events_of_another_device_are_refused(bench):
     (a,) = bench.streams("a")
     for other in (VirtualDevice(), ThreadsDevice()):
-        stream, event = other.Stream("foreign"), other.Event()
+        stream, event, probe = other.Stream("foreign"), other.Event(), other.probe()
         for call in (
             lambda stream=stream: bench.device.stream(stream),
             lambda stream=stream: a.wait_stream(stream),
             lambda event=event: a.wait_event(event),
             lambda stream=stream: bench.device.Event().record(stream),
-            lambda probe=other.probe(): bench.run(_broken, a, probe=probe),
+            lambda probe=probe: bench.run(_broken, a, probe=probe),
         ):
             with pytest.raises(StreamError, match=r"expected a \w+ made by this \w+Device, got"):
                 call()

@@ -25,7 +25,6 @@ TOUCHES = {
     "as a destination": lambda pool: torch.add(torch.ones(4), 1.0, out=pool[0]),
     "in a list": lambda pool: torch.stack([torch.ones(4), pool[0]]),
     "item": lambda pool: pool[0, 0].item(),
-    "print": str,
 }
 
 
