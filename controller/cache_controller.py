@@ -22,7 +22,7 @@ from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
 from hicache_obs.controller.radix_cache import Node, RadixCache
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
 from hicache_obs.errors import ControllerError, PagePinned
-from hicache_obs.records import Access, Mode, PageIds, Purpose, Space, Work
+from hicache_obs.records import Access, Direction, Mode, PageIds, Purpose, Space, Work
 from hicache_obs.streams.protocol import Device, Event, Stream
 
 
@@ -41,6 +41,7 @@ class SubmittedTransfer:
 
     Attributes:
         transfer: Its id.
+        direction: Load-back or write-back.
         operations: What it moves.
         stream: Stream it runs on.
         finish: Recorded after its last copy.
@@ -48,6 +49,7 @@ class SubmittedTransfer:
     """
 
     transfer: int
+    direction: Direction
     operations: tuple[CacheOperation, ...]
     stream: Stream
     finish: Event
@@ -163,7 +165,8 @@ class CacheController:
         self.layer_done.finish(ticket, finish)
         self.counters.load_backs += 1
         self.counters.restored_pages += len(move.device_pages)
-        self._submitted(self._loads, SubmittedTransfer(move.transfer, operations, stream, finish, step))
+        direction = Direction.HOST_TO_DEVICE
+        self._submitted(self._loads, SubmittedTransfer(move.transfer, direction, operations, stream, finish, step))
         return ticket
 
     def start_writing(self, step: int) -> bool:
@@ -177,7 +180,8 @@ class CacheController:
         finish = self.engine.submit_device_to_host(move, start_event=start)
         self.counters.write_backs += 1
         self.counters.backed_up_pages += len(move.device_pages)
-        self._submitted(self._writes, SubmittedTransfer(move.transfer, operations, stream, finish, step))
+        direction = Direction.DEVICE_TO_HOST
+        self._submitted(self._writes, SubmittedTransfer(move.transfer, direction, operations, stream, finish, step))
         return True
 
     def acknowledge(self, up_to_step: int) -> None:

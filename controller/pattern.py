@@ -128,8 +128,7 @@ class PatternRound(RoundWork):
         """``(n,) int64``: places in each row's context where ``V[p] != V[p - 1] + K[p]``."""
         k = self.pool.k[layer].index_select(0, self._context_pages).view(-1, self._lanes)
         v = self.pool.v[layer].index_select(0, self._context_pages).view(-1, self._lanes)
-        expected = v.roll(1, 0)
-        expected[self._first_slots] = 0.0
+        expected = v.roll(1, 0).index_fill_(0, self._first_slots, 0.0)
         broken = (expected.add_(k) != v).view(-1, self.layout.page_size, self._lanes)
         broken[self._tail_pages] &= self._tail_valid
         per_page = broken.sum((1, 2))

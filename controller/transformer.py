@@ -5,6 +5,7 @@ All of it is float64: batching changes the low bits of the logits, and with thes
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,9 +71,9 @@ def seeded_weights(
 
     def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
         values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-        return (values * (gain / rows**0.5)).to(device)
+        return (values * (gain / math.sqrt(rows))).to(device)
 
-    embedding = matrix(vocabulary, hidden, vocabulary**0.5)
+    embedding = matrix(vocabulary, hidden, math.sqrt(vocabulary))
     layers = tuple(
         LayerWeights(
             qkv=matrix(hidden, 3 * attention, 2.5),
@@ -95,7 +96,7 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
     """``(..., head_dim)`` float64 with each pair of components turned by its ``(..., head_dim / 2)`` phase."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * phases).flatten(-2)
 
 

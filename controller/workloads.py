@@ -148,7 +148,8 @@ def generate(
     The defaults match the figures of one hour of a public chat trace (12,031 requests: input p50 6,909, p95
     39,550, mean 12,035 tokens; output p50 350, p95 698, mean 343; 36.6 % of blocks a prefix hit; 3.4 requests
     per second). A conversation's next prompt is its last one and more (made-up tokens where the answer would
-    be), so prefixes that were evicted in the meantime come back: few pages, several ``conversations`` and a high ``reuse`` make many load-backs.
+    be), so prefixes that were evicted in the meantime come back: few pages, several ``conversations`` and a
+    high ``reuse`` make many load-backs.
 
     Args:
         n: Number of requests.
@@ -241,11 +242,10 @@ def _prefix_hits(requests: list[Request], tokens_per_block: int) -> int:
     known: dict[tuple[int, bytes], int] = {}
     hits = 0
     for request in requests:
-        prefix, hit = 0, True
+        prefix = 0
         for start in range(0, len(request.prompt), tokens_per_block):
             key = (prefix, request.prompt[start : start + tokens_per_block].tobytes())
-            hit = hit and key in known
-            hits += hit
+            hits += key in known  # behind a miss nothing is: the prefix is a new one
             prefix = known.setdefault(key, len(known) + 1)
     return hits
 

@@ -40,10 +40,10 @@ def _total(name: str, matchers: str = "", by: str = "") -> str:
     return f"sum{grouped} (max_over_time({series(name, matchers)}[$__range]))"
 
 
-def _total_if_checked(name: str) -> str:
-    """``_total``, but nothing while nothing was checked: 0 of 0 must not look like 0."""
+def _total_if(denominator: str, name: str) -> str:
+    """``_total``, but nothing while ``denominator`` is 0: 0 of 0 must not look like 0."""
     total = _total(name)
-    return f"({total} > 0) or ({total} and on () ({_total('checks_total')} > 0))"
+    return f"({total} > 0) or ({total} and on () ({_total(denominator)} > 0))"
 
 
 def _rate(name: str, by: str, matchers: str = "") -> str:
@@ -80,9 +80,9 @@ def _tile(title: str, text: str, name: str, steps: tuple[Step, ...], x: int, y: 
     return Panel(
         title,
         text,
-        (Query(_total_if_checked(name)),),
-        Unit.COUNT,
-        (x, y, 3, 4),
+        (Query(_total_if("checks_total", name)),),
+        Unit.EXACT,
+        (x, y, 3, 5),
         Kind.STAT,
         steps,
         no_value=NOT_CHECKED,
@@ -99,7 +99,7 @@ _SAFE: Final = Row(
             "undecidable pair since the processes in the selected range started.",
             (Query(_verdict()),),
             Unit.TEXT,
-            (0, 0, 6, 8),
+            (0, 0, 6, 10),
             Kind.STAT,
             (Step(None, "orange"),),
             _WORDS,
@@ -136,7 +136,7 @@ _SAFE: Final = Row(
             "unknown_total",
             _ORANGE_FROM_ONE,
             6,
-            4,
+            5,
         ),
         _tile(
             "Unfenced transfers",
@@ -144,7 +144,7 @@ _SAFE: Final = Row(
             "unfenced_ops_total",
             _ORANGE_FROM_ONE,
             9,
-            4,
+            5,
         ),
         _tile(
             "Pairs checked",
@@ -152,14 +152,14 @@ _SAFE: Final = Row(
             "checks_total",
             _NEUTRAL,
             12,
-            4,
+            5,
         ),
         Panel(
             "Violations by hazard",
             "New violations per interval.",
             (Query(_events("violations_total", "hazard"), "{{hazard}}"),),
             Unit.COUNT,
-            (15, 0, 9, 8),
+            (15, 0, 9, 10),
             Kind.BARS,
             _RED_FROM_ONE,
             no_value=NOT_CHECKED,
@@ -170,7 +170,7 @@ _SAFE: Final = Row(
             "New latent races per interval.",
             (Query(_events("latent_races_total", "hazard"), "{{hazard}}"),),
             Unit.COUNT,
-            (0, 8, 8, 9),
+            (0, 10, 8, 9),
             Kind.BARS,
             _ORANGE_FROM_ONE,
             no_value=NOT_CHECKED,
@@ -181,7 +181,7 @@ _SAFE: Final = Row(
             "Pairs checked per second. A hazard without checks is not a safe one.",
             (Query(_rate("checks_total", "hazard"), "{{hazard}}"),),
             Unit.PER_SECOND,
-            (8, 8, 8, 9),
+            (8, 10, 8, 9),
             no_value=NOT_CHECKED,
         ),
         Panel(
@@ -190,7 +190,7 @@ _SAFE: Final = Row(
             "NOT OBSERVABLE means it cannot be seen, not that it is absent.",
             (Query(f"min by (hazard) ({series('hazard_observable')})", "{{hazard}}"),),
             Unit.TEXT,
-            (16, 8, 8, 9),
+            (16, 10, 8, 9),
             Kind.BAR_GAUGE,
             (Step(None, "orange"), Step(1, "green")),
             (Shown(0, "NOT OBSERVABLE", "orange"), Shown(1, "watched", "green")),
@@ -204,8 +204,7 @@ _COST: Final = Row(
     (
         Panel(
             "Avoidable share, overall",
-            "Part of all fence waits since start that waiting for the conflicting operations only "
-            "would have saved.",
+            "Part of all fence waits since start that waiting for the conflicting operations only would have saved.",
             (Query(_share(_total("fence_avoidable_seconds_sum"), _total("fence_wait_seconds_sum"))),),
             Unit.SHARE,
             (0, 0, 4, 4),
@@ -228,8 +227,7 @@ _COST: Final = Row(
             "Fence wait",
             "Time a transfer's stream stood still for its fence.",
             tuple(
-                Query(_quantile(q, "fence_wait_seconds", by="le, op"), f"{{{{op}}}} p{q * 100:g}")
-                for q in (0.5, 0.99)
+                Query(_quantile(q, "fence_wait_seconds", by="le, op"), f"{{{{op}}}} p{q * 100:g}") for q in (0.5, 0.99)
             ),
             Unit.SECONDS,
             (4, 0, 10, 8),
@@ -313,11 +311,7 @@ _TRANSFERS: Final = Row(
         Panel(
             "Copy bandwidth",
             "Bytes per second of copy time, fence wait excluded.",
-            (
-                Query(
-                    _share(_rate("transfer_bytes_total", "op"), _rate("transfer_seconds_sum", "op")), "{{op}}"
-                ),
-            ),
+            (Query(_share(_rate("transfer_bytes_total", "op"), _rate("transfer_seconds_sum", "op")), "{{op}}"),),
             Unit.BYTES_PER_SECOND,
             (0, 8, 12, 7),
         ),
@@ -370,7 +364,7 @@ _DETECTOR: Final = Row(
         Panel(
             "Clock error",
             "Largest uncertainty of device times on the host clock.",
-            (Query(f"max({series('clock_error_seconds')})"),),
+            (Query(f"max({series('clock_error_seconds')}) and on () ({_total('records_total')} > 0)"),),
             Unit.SECONDS,
             (19, 0, 5, 4),
             Kind.STAT,
@@ -380,8 +374,8 @@ _DETECTOR: Final = Row(
         Panel(
             "Records dropped, overall",
             "Records lost since start.",
-            (Query(_total("dropped_records_total")),),
-            Unit.COUNT,
+            (Query(_total_if("records_total", "dropped_records_total")),),
+            Unit.EXACT,
             (14, 4, 5, 4),
             Kind.STAT,
             _RED_FROM_ONE,

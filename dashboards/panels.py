@@ -40,11 +40,17 @@ class Unit(str, enum.Enum):
     """Grafana unit ids in use."""
 
     COUNT = "short"
+    EXACT = "locale"
+    """All digits: 2,431 and not 2 K."""
     SECONDS = "s"
     BYTES_PER_SECOND = "Bps"
     PER_SECOND = "cps"
     SHARE = "percentunit"
     TEXT = "none"
+
+
+_QUIET_AXIS: Final = {Unit.COUNT: 1, Unit.SHARE: 0.01}
+"""How far an axis reaches at least; without it, all zeros are drawn on an axis up to 100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,30 +231,32 @@ def _defaults(panel: Panel) -> Json:
         defaults["decimals"] = panel.decimals
     if graph:
         defaults["min"] = 0
-        defaults["custom"] = _drawing(panel.kind)
+        defaults["custom"] = _drawing(panel)
     if panel.kind is Kind.BAR_GAUGE:
         defaults["min"], defaults["max"] = 0, 1
     return defaults
 
 
-def _drawing(kind: Kind) -> Json:
-    bars = kind is Kind.BARS
-    return {
+def _drawing(panel: Panel) -> Json:
+    bars = panel.kind is Kind.BARS
+    drawing: Json = {
         "drawStyle": "bars" if bars else "line",
-        "lineWidth": 1,
+        "lineWidth": 0 if bars else 1,
         "fillOpacity": 80 if bars else 10,
         "showPoints": "never" if bars else "auto",
         "spanNulls": False,
         "stacking": {"mode": "normal" if bars else "none", "group": "A"},
     }
+    if panel.unit in _QUIET_AXIS:
+        drawing["axisSoftMax"] = _QUIET_AXIS[panel.unit]
+    return drawing
 
 
 def _mappings(words: Sequence[Shown]) -> list[Json]:
     if not words:
         return []
     options = {
-        str(word.value): {"text": word.text, "color": word.color, "index": index}
-        for index, word in enumerate(words)
+        str(word.value): {"text": word.text, "color": word.color, "index": index} for index, word in enumerate(words)
     }
     return [{"type": "value", "options": options}]
 

@@ -147,24 +147,18 @@ VERSION: Final = Label("version")
 ENGINE: Final = Label("engine")
 
 
-def _counter(
-    name: str, unit: str, labels: tuple[Label, ...], source: str, question: str, text: str
-) -> MetricRow:
+def _counter(name: str, unit: str, labels: tuple[Label, ...], source: str, question: str, text: str) -> MetricRow:
     return MetricRow(PREFIX + name, MetricType.COUNTER, unit, labels, (), source, question, text)
 
 
-def _gauge(
-    name: str, unit: str, labels: tuple[Label, ...], source: str, question: str, text: str
-) -> MetricRow:
+def _gauge(name: str, unit: str, labels: tuple[Label, ...], source: str, question: str, text: str) -> MetricRow:
     return MetricRow(PREFIX + name, MetricType.GAUGE, unit, labels, (), source, question, text)
 
 
 def _histogram(
     name: str, buckets_ns: tuple[int, ...], labels: tuple[Label, ...], source: str, question: str, text: str
 ) -> MetricRow:
-    return MetricRow(
-        PREFIX + name, MetricType.HISTOGRAM, "seconds", labels, buckets_ns, source, question, text
-    )
+    return MetricRow(PREFIX + name, MetricType.HISTOGRAM, "seconds", labels, buckets_ns, source, question, text)
 
 
 CATALOGUE: Final[tuple[MetricRow, ...]] = (

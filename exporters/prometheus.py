@@ -15,10 +15,10 @@ import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import metadata
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
+from hicache_obs import __version__
 from hicache_obs.costs import FenceCost, TransferCost, TransferKind
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.catalogue import (
@@ -32,7 +32,7 @@ from hicache_obs.exporters.catalogue import (
     row,
 )
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
-from hicache_obs.records import DropReason
+from hicache_obs.records import DropReason, Ranks
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -43,15 +43,7 @@ LOOPBACK: Final = "127.0.0.1"
 _NS_PER_SECOND: Final = 1_000_000_000
 
 
-class Rank(NamedTuple):
-    """Position of one scheduler process: tensor, pipeline and data parallel rank."""
-
-    tp: int = 0
-    pp: int = 0
-    dp: int = 0
-
-
-ONLY_RANK: Final = Rank()
+ONLY_RANK: Final = Ranks()
 """The rank of an engine that is not parallel."""
 
 
@@ -127,14 +119,12 @@ class RankMetrics:
     One thread at a time may feed the children of a rank; any number may scrape meanwhile.
     """
 
-    def __init__(self, rank: Rank, slots: Iterable[_Slot], size: int) -> None:
+    def __init__(self, rank: Ranks, slots: Iterable[_Slot], size: int) -> None:
         self.rank = rank
         self._cells = array("q", bytes(8 * size))
         self._slots = {(slot.row.name, slot.values): slot for slot in slots}
-        rank_values = dict(zip(RANK_LABELS, map(str, rank), strict=True))
-        self._children: dict[str, list[tuple[int, dict[str, str]]]] = {
-            metric.name: [] for metric in CATALOGUE
-        }
+        rank_values = dict(zip(RANK_LABELS, (str(rank.tp), str(rank.pp), str(rank.dp)), strict=True))
+        self._children: dict[str, list[tuple[int, dict[str, str]]]] = {metric.name: [] for metric in CATALOGUE}
         for slot in self._slots.values():
             self._children[slot.row.name].append((slot.first, {**rank_values, **_label_dict(slot)}))
 
@@ -197,20 +187,20 @@ class Metrics:
     Args:
         ranks: Ranks that exist from the start, so that they are exported at 0 before their first record.
         engine: What is observed, e.g. ``demo`` or ``sglang 0.5.23``.
-        version: Version of this package; by default the installed one.
+        version: Version of this package; by default the running one.
     """
 
     def __init__(
-        self, *, ranks: Iterable[Rank] = (ONLY_RANK,), engine: str = "demo", version: str | None = None
+        self, *, ranks: Iterable[Ranks] = (ONLY_RANK,), engine: str = "demo", version: str = __version__
     ) -> None:
-        fixed = {"engine": engine, "version": version or _installed_version()}
+        fixed = {"engine": engine, "version": version}
         self._slots, self._size = _layout(fixed)
         self._lock = threading.Lock()
-        self._ranks: dict[Rank, RankMetrics] = {}
+        self._ranks: dict[Ranks, RankMetrics] = {}
         for rank in ranks:
             self.rank(rank)
 
-    def rank(self, rank: Rank) -> RankMetrics:
+    def rank(self, rank: Ranks) -> RankMetrics:
         """The children of ``rank``; created, all at 0, on first use."""
         with self._lock:
             if rank not in self._ranks:
@@ -221,18 +211,18 @@ class Metrics:
                 self._ranks = {**self._ranks, rank: created}
             return self._ranks[rank]
 
-    def set_observable(self, hazards: Iterable[Hazard], rank: Rank = ONLY_RANK) -> None:
+    def set_observable(self, hazards: Iterable[Hazard], rank: Ranks = ONLY_RANK) -> None:
         """State which hazards' records are captured for ``rank``; all others become 0."""
         observable = set(hazards)
         children = self.rank(rank)
         for hazard in Hazard:
             children.gauge("hazard_observable", hazard.value).set(int(hazard in observable))
 
-    def set_clock_error(self, error_ns: int, rank: Rank = ONLY_RANK) -> None:
+    def set_clock_error(self, error_ns: int, rank: Ranks = ONLY_RANK) -> None:
         """State the half width of the uncertainty of ``rank``'s device times."""
         self.rank(rank).gauge("clock_error_seconds").set(error_ns)
 
-    def add_overhead(self, phase: Phase, duration_ns: int, rank: Rank = ONLY_RANK) -> None:
+    def add_overhead(self, phase: Phase, duration_ns: int, rank: Ranks = ONLY_RANK) -> None:
         """Account ``duration_ns`` of host time to ``phase``; on the thread that feeds ``rank``."""
         self.rank(rank).counter("overhead_seconds_total", phase.value).add(duration_ns)
 
@@ -269,7 +259,7 @@ class MetricsSink:
 
     Args:
         metrics: Where to count.
-        rank: Rank whose records are analysed.
+        rank: Ranks whose records are analysed.
         findings: Count checks, findings and weak orderings.
         costs: Count fences, layer waits and transfers.
         now_ns: Wall clock, nanoseconds since the epoch.
@@ -278,7 +268,7 @@ class MetricsSink:
     def __init__(
         self,
         metrics: Metrics,
-        rank: Rank = ONLY_RANK,
+        rank: Ranks = ONLY_RANK,
         *,
         findings: bool = True,
         costs: bool = True,
@@ -295,9 +285,7 @@ class MetricsSink:
         }
         self._unknown = {reason: of.counter("unknown_total", reason.value) for reason in UnknownReason}
         self._weak = {
-            (h, p.value): of.counter("weak_orderings_total", h.value, p.value)
-            for h in Hazard
-            for p in Provenance
+            (h, p.value): of.counter("weak_orderings_total", h.value, p.value) for h in Hazard for p in Provenance
         }
         self._checks = {h: of.counter("checks_total", h.value) for h in Hazard}
         self._pages_checked = {h: of.counter("pages_checked_total", h.value) for h in Hazard}
@@ -456,13 +444,6 @@ def _bounds(metric: MetricRow) -> tuple[str, ...]:
 
 def _convert(metric: MetricRow, value: int) -> float:
     return value / _NS_PER_SECOND if metric.unit == "seconds" else value
-
-
-def _installed_version() -> str:
-    try:
-        return metadata.version("hicache-obs")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _bind_problem(error: OSError, address: str, port: int) -> str:

@@ -30,6 +30,7 @@ from hicache_obs.records import (
     Define,
     DefineSpace,
     Direction,
+    DropReason,
     EventQuery,
     EventRecord,
     EventSync,
@@ -214,7 +215,7 @@ class Analyzer:
         access = lookup.access
         pages = len(access.ids)
         self.totals.lookups += lookup.pairs
-        for hazard in _checked(what, access.space, access.mode):
+        for hazard in _CHECKED[what, access.space, access.mode]:
             self._sink.on_checked(hazard, pages, lookup.pairs)
         if what == "restore" and access.space is Space.DEVICE:
             self.totals.pages_checked += pages
@@ -324,7 +325,8 @@ class Analyzer:
         self._check_measured(operation)
 
     def _on_lost(self, record: Lost) -> None:
-        self._order.lose(self._seq)
+        if record.reason is not DropReason.UNRESOLVED:  # only device times are missing: no edge, no access
+            self._order.lose(self._seq)
         self.totals.lost += record.count
         self._sink.on_lost(record.count, record.reason)
 
@@ -428,7 +430,8 @@ def _ignore(record: Record) -> None:
 
 def _what(record: Kernel | Memcpy) -> str:
     if isinstance(record, Kernel):
-        return "forward"
+        pages = any(access.space is Space.DEVICE for access in record.accesses)
+        return "forward" if pages else "kernel"
     if record.direction is Direction.HOST_TO_DEVICE:
         return "restore"
     return "backup" if record.direction is Direction.DEVICE_TO_HOST else "copy"
@@ -467,12 +470,19 @@ def _hazard(overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation)
     return _DEVICE_HAZARDS.get(key, Hazard.OTHER)
 
 
-def _checked(what: str, space: Space, mode: Mode) -> tuple[Hazard, ...]:
-    """Hazards for which a look-up of this access counts as a check."""
+def _checked_hazards(what: str, space: Space, mode: Mode) -> tuple[Hazard, ...]:
     if space is Space.HOST:
         return (Hazard.HOST_REUSE,)
     if space is Space.BUFFER:
         return (Hazard.METADATA_WAR,)
-    return tuple(
-        sorted({h for (_, _, later, later_mode), h in _DEVICE_HAZARDS.items() if (later, later_mode) == (what, mode)})
-    )
+    found = {h for (_, _, later, later_mode), h in _DEVICE_HAZARDS.items() if (later, later_mode) == (what, mode)}
+    return tuple(sorted(found))
+
+
+_CHECKED: Final = {
+    (what, space, mode): _checked_hazards(what, space, mode)
+    for what in ("forward", "restore", "backup", "copy", "kernel", "host")
+    for space in Space
+    for mode in Mode
+}
+"""Hazards for which a look-up of such an access counts as a check."""

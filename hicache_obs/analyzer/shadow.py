@@ -36,7 +36,7 @@ class Label:
     """What an operation is, for classification and for people.
 
     Attributes:
-        what: ``forward``, ``restore``, ``backup``, ``copy`` or ``host``.
+        what: ``forward``, ``restore``, ``backup``, ``copy``, ``kernel`` (touches no KV page) or ``host``.
         site: Id of the code site.
         stream: ``None`` for a host access.
         number: Round id or transfer id.
@@ -293,9 +293,10 @@ class Shadow:
             source = cells.touched if access.mode is Mode.WRITE else cells.wrote
             last = source.take(access.ids)
             lookups.append(Lookup(access, int(np.count_nonzero(last))))
-            if int(last.max()) > group.safe:
+            newest = int(last.max())
+            if newest > group.safe:
                 clear = False
-            prior.update(np.unique(last).tolist())
+            prior.update((newest,) if int(last.min()) == newest else np.unique(last).tolist())
         for access in group.accesses:
             if len(access.ids):
                 cells = self._cells[access.space, access.pool]

@@ -1,1 +1,5 @@
-"""The hicache-obs command, one module per subcommand."""
+"""The ``hicache-obs`` command."""
+
+from hicache_obs.cli.app import main
+
+__all__ = ["main"]

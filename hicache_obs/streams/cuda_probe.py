@@ -36,7 +36,17 @@ class PairPool:
 class CudaProbe:
     """A pair of timing events around one item, from the pool."""
 
-    __slots__ = ("_both", "_on_begin", "_on_end", "_pair", "_taken", "_times_ns", "device")
+    __slots__ = (
+        "_both",
+        "_clock",
+        "_on_begin",
+        "_on_end",
+        "_pair",
+        "_pairs",
+        "_taken",
+        "_times_ns",
+        "device",
+    )
 
     def __init__(
         self,
@@ -86,7 +96,10 @@ class CudaProbe:
         if self._times_ns is None:
             if self._pair is None or not self._complete():
                 raise StreamError("probe times are not known yet: ask ready() first")
-            self._times_ns = self._clock.to_host_ns(self._pair[0]), self._clock.to_host_ns(self._pair[1])
+            begin, end = self._pair
+            start_ns = self._clock.to_host_ns(begin)
+            # One anchor for both: a short item must not end before it starts because two anchors differ.
+            self._times_ns = start_ns, start_ns + round(begin.elapsed_time(end) * 1e6)
             self._pairs.give(self._pair)
             self._pair = None
         return self._times_ns

@@ -158,6 +158,15 @@ class Bench:
 MakeBench = Callable[..., Bench]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Rounds are too small to share between threads, and on a busy machine the threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def make_bench() -> Iterator[MakeBench]:
     """``make_bench(model, "threads" | "cuda" | "virtual-<schedule>")``."""
@@ -408,7 +417,28 @@ def test_one_overwritten_token_changes_tokens_and_is_flagged(
         assert bench.ledger.corrupted().tolist() == []
     else:
         assert restored.tokens != expected
+        assert model != "pattern" or restored.tokens[0] != expected[0]  # it reads every token it attends to
         assert bench.ledger.corrupted().tolist() == [restored.tenancies[place // PAGE]]
+
+
+@BOTH
+def test_a_page_of_another_request_changes_the_tokens_of_decode_rounds(model: str, make_bench: MakeBench) -> None:
+    texts = prompts(2, shortest=20)
+    expected = generate(make_bench(model), texts, 8, group=2)
+    bench = make_bench(model)
+    rows = [bench.row(), bench.row()]
+    bench.extend(rows, texts)
+    target, source = rows[0].pages[1], rows[1].pages[1]
+
+    def copy() -> None:
+        for tensor in (bench.pool.k, bench.pool.v):
+            tensor[:, target] = tensor[:, source]
+
+    bench.launch(copy)
+    bench.decode(rows, 8)
+    bench.device.synchronize()
+    assert rows[0].tokens != expected[0]
+    assert rows[1].tokens == expected[1]
 
 
 @BOTH
@@ -436,7 +466,7 @@ def test_a_batch_that_cannot_run_is_refused(model: str, make_bench: MakeBench) -
         bench.extend([row], [[1]])
     empty = np.zeros(0, dtype=np.int64)
     nothing = ForwardBatch(3, BatchMode.DECODE, *[empty] * 4, *[empty.reshape(0, 1)] * 2, *[empty] * 5)
-    with pytest.raises(ControllerError, match="^round 3 has no rows; a round needs at least one$"):
+    with pytest.raises(ControllerError, match=r"^round 3 has no rows; a round needs at least one$"):
         bench.runner.forward(nothing)
     assert bench.runner.launched_segments == 0
 
@@ -446,11 +476,11 @@ def test_runners_refuse_a_pool_they_cannot_use(make_bench: MakeBench) -> None:
     ledger = ContentLedger(1, 1, "cpu")
     single = DevicePool(KVLayout(1, 2, 4, 1, 2, torch.float32), "cpu")
     odd = DevicePool(KVLayout(1, 2, 4, 1, 3), "cpu")
-    with pytest.raises(ControllerError, match="dtype torch.float32 and head_dim 2; the transformer needs float64"):
+    with pytest.raises(ControllerError, match=r"dtype torch.float32 and head_dim 2; the transformer needs float64"):
         TransformerRunner(device, single, ledger, seed=0)
-    with pytest.raises(ControllerError, match="and head_dim 3; the transformer needs float64 and an even head_dim"):
+    with pytest.raises(ControllerError, match=r"and head_dim 3; the transformer needs float64 and an even head_dim"):
         TransformerRunner(device, odd, ledger, seed=0)
-    with pytest.raises(ControllerError, match="dtype torch.float32; the pattern model's integers need float64"):
+    with pytest.raises(ControllerError, match=r"dtype torch.float32; the pattern model's integers need float64"):
         PatternRunner(device, single, ledger, vocabulary=9)
 
 

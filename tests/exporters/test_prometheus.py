@@ -18,12 +18,13 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+import hicache_obs
 from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost, TransferKind
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.catalogue import CATALOGUE, RANK_LABELS, MetricType, Phase, row
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink, Rank, Server, render, serve
+from hicache_obs.exporters.prometheus import Metrics, MetricsSink, Server, render, serve
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
-from hicache_obs.records import DropReason, OpId
+from hicache_obs.records import DropReason, OpId, Ranks
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -80,14 +81,17 @@ def fed(call: Callable[[MetricsSink], None], *, findings: bool = True, costs: bo
 # -- before the first record ---------------------------------------------------------------------------------
 
 
-def expected_children(rank: Rank, engine: str, version: str) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+def expected_children(rank: Ranks, engine: str, version: str) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
     """Every sample the catalogue promises, written down independently of the exposition."""
     fixed = {"engine": (engine,), "version": (version,)}
     promised = set()
     for metric in CATALOGUE:
         names = [label.name for label in metric.labels]
         for values in product(*(label.values or fixed[label.name] for label in metric.labels)):
-            labels = {**dict(zip(RANK_LABELS, map(str, rank), strict=True)), **dict(zip(names, values, strict=True))}
+            labels = {
+                **dict(zip(RANK_LABELS, (str(rank.tp), str(rank.pp), str(rank.dp)), strict=True)),
+                **dict(zip(names, values, strict=True)),
+            }
             key = tuple(sorted(labels.items()))
             if metric.type is not MetricType.HISTOGRAM:
                 promised.add((metric.name, key))
@@ -99,7 +103,7 @@ def expected_children(rank: Rank, engine: str, version: str) -> set[tuple[str, t
 
 
 def test_every_child_is_there_at_zero_before_the_first_record() -> None:
-    ranks = [Rank(0, 0, 0), Rank(1, 0, 3)]
+    ranks = [Ranks(0, 0, 0), Ranks(1, 0, 3)]
     exposed = scrape(Metrics(ranks=ranks, engine="sglang 0.5.23", version="9.9"))
 
     assert set(exposed) == set().union(*(expected_children(rank, "sglang 0.5.23", "9.9") for rank in ranks))
@@ -108,15 +112,13 @@ def test_every_child_is_there_at_zero_before_the_first_record() -> None:
 
 def test_a_rank_seen_later_starts_at_zero_too() -> None:
     metrics = Metrics(version="9.9")
-    MetricsSink(metrics, Rank(5, 1, 0))
+    MetricsSink(metrics, Ranks(5, 1, 0))
 
-    assert expected_children(Rank(5, 1, 0), "demo", "9.9") <= set(scrape(metrics))
+    assert expected_children(Ranks(5, 1, 0), "demo", "9.9") <= set(scrape(metrics))
 
 
-def test_build_info_names_the_installed_version() -> None:
-    from importlib.metadata import version
-
-    assert f'version="{version("hicache-obs")}"' in render(Metrics()).decode()
+def test_build_info_names_the_running_version() -> None:
+    assert f'version="{hicache_obs.__version__}"' in render(Metrics()).decode()
 
 
 def test_types_and_help_are_the_catalogue() -> None:
@@ -330,8 +332,8 @@ def test_negative_amounts_are_refused(call: Callable[[MetricsSink], None], text:
 
 
 def test_ranks_do_not_mix() -> None:
-    metrics = Metrics(ranks=[Rank(0), Rank(1)])
-    MetricsSink(metrics, Rank(1)).on_records(3)
+    metrics = Metrics(ranks=[Ranks(0), Ranks(1)])
+    MetricsSink(metrics, Ranks(1)).on_records(3)
     counts = {
         dict(labels)["tp_rank"]: value
         for (name, labels), value in scrape(metrics).items()
@@ -363,12 +365,12 @@ def test_what_no_sink_call_feeds() -> None:
 )
 def test_a_child_outside_the_catalogue_is_refused(name: str, values: tuple[str, ...]) -> None:
     with pytest.raises(KeyError):
-        Metrics().rank(Rank()).counter(name, *values)
+        Metrics().rank(Ranks()).counter(name, *values)
 
 
 def test_a_child_of_another_type_is_refused() -> None:
     with pytest.raises(KeyError, match="records_total is a counter, not a gauge"):
-        Metrics().rank(Rank()).gauge("records_total")
+        Metrics().rank(Ranks()).gauge("records_total")
 
 
 # -- formats -------------------------------------------------------------------------------------------------

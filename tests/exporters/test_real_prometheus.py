@@ -21,9 +21,9 @@ import pytest
 from hicache_obs.costs import FenceCost, TransferCost, TransferKind
 from hicache_obs.dashboards.build import dashboards
 from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, Phase, Provenance, markdown
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink, Rank, Server, render, serve
+from hicache_obs.exporters.prometheus import Metrics, MetricsSink, Server, render, serve
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
-from hicache_obs.records import DropReason, OpId
+from hicache_obs.records import DropReason, OpId, Ranks
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ class Prometheus:
 def targets() -> Iterator[dict[str, Target]]:
     """One endpoint per test, all there before Prometheus starts: it reads new targets every 5 s only."""
     made = {
-        name: Metrics(ranks=[Rank(0, 0, 0), Rank(1, 0, 2)]) for name in ("exact", "names", "board", "steps", "ended")
+        name: Metrics(ranks=[Ranks(0, 0, 0), Ranks(1, 0, 2)]) for name in ("exact", "names", "board", "steps", "ended")
     }
     sink = MetricsSink(made["ended"])
     sink.on_checked(WAW, 4, 2)
@@ -154,7 +154,7 @@ def finding(verdict: Verdict) -> Finding:
     return Finding(**{**empty, "verdict": verdict, "hazard": WAW, "cause": Cause.RECORDS_LOST})
 
 
-def feed(metrics: Metrics, rank: Rank) -> None:
+def feed(metrics: Metrics, rank: Ranks) -> None:
     """Something of everything."""
     sink = MetricsSink(metrics, rank)
     for verdict in (Verdict.VIOLATION, Verdict.LATENT, Verdict.CONTRADICTION, Verdict.UNKNOWN):
@@ -191,8 +191,8 @@ def concrete(expr: str, instance: str) -> str:
 
 def test_promtool_finds_nothing_to_complain_about(require_tool: Callable[..., Path]) -> None:
     promtool = require_tool("promtool", install=INSTALL)
-    metrics = Metrics(ranks=[Rank(0), Rank(1)])
-    feed(metrics, Rank(0))
+    metrics = Metrics(ranks=[Ranks(0), Ranks(1)])
+    feed(metrics, Ranks(0))
 
     checked = subprocess.run(
         [promtool, "check", "metrics"], input=render(metrics), capture_output=True, timeout=DEADLINE_S, check=False
@@ -203,7 +203,7 @@ def test_promtool_finds_nothing_to_complain_about(require_tool: Callable[..., Pa
 
 def test_prometheus_stores_the_exact_values(prometheus: Prometheus, targets: dict[str, Target]) -> None:
     of = f'instance="{targets["exact"].instance}"'
-    sink = MetricsSink(targets["exact"].metrics, Rank(1, 0, 2))
+    sink = MetricsSink(targets["exact"].metrics, Ranks(1, 0, 2))
     for _ in range(3):
         sink.on_finding(finding(Verdict.VIOLATION))
     sink.on_fence(FenceCost(OpId(1), TransferKind.RESTORE, 1_234_567, 234_567))
@@ -245,7 +245,7 @@ def test_every_dashboard_and_docs_query_returns_numbers(prometheus: Prometheus, 
     }
 
     def still_waiting() -> list[str]:
-        feed(targets["board"].metrics, Rank(0, 0, 0))
+        feed(targets["board"].metrics, Ranks(0, 0, 0))
         for name, expr in list(waiting.items()):
             values = [float(result["value"][1]) for result in prometheus.query(expr)]
             if values and all(math.isfinite(value) for value in values):

@@ -41,6 +41,10 @@ class CudaLog:
         self._numbers: list[str] = []
         self._log = torch.full((256,), -1, dtype=torch.int64, device="cuda")
         self._next = torch.zeros(1, dtype=torch.int64, device="cuda")
+        # Loading a kernel for the first time may wait for a stream that a gate holds, so load them now.
+        self.writer("warm-up")()
+        self._log.fill_(-1)
+        self._next.zero_()
         torch.cuda.synchronize()
 
     def writer(self, name: str) -> Callable[[], None]:

@@ -1,0 +1,72 @@
+"""The command group: commands load when they run, errors become one line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from hicache_obs.errors import GateTimeout, InputError
+from hicache_obs.findings import ExitCode
+
+COMMANDS: Final = {
+    "demo": "Show the race, the proof and the fix on a real engine.",
+    "check": "Check scenario, journal and ring files for races.",
+    "doctor": "Show settings, versions and what cannot be seen here.",
+}
+"""Name and one-line help; module ``hicache_obs.cli.NAME`` has the command, and is imported only to run it."""
+
+
+class _LazyGroup(click.Group):
+    """Lists commands without importing them, so that ``--help`` is quick and needs no torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"hicache_obs.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 clean or as expected, 1 findings, 2 bad input, 3 nothing checked or not decidable.",
+)
+@click.version_option(package_name="hicache-obs")
+def group() -> None:
+    """Makes GPU-stream ordering in LLM KV caches visible and provable."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (default: ``sys.argv``); returns the exit code. Never raises for a caller's mistake."""
+    try:
+        code = group.main(args=arguments, standalone_mode=False, prog_name="hicache-obs")
+        return int(code or ExitCode.CLEAN)
+    except click.exceptions.Abort:
+        return _fail("interrupted", ExitCode.INTERNAL)
+    except click.ClickException as error:
+        return _fail(error.format_message().replace("\n", " "), ExitCode.BAD_INPUT)
+    except InputError as error:
+        return _fail(str(error), ExitCode.BAD_INPUT)
+    except GateTimeout as error:
+        return _fail(str(error), ExitCode.NOTHING_CHECKED)
+    except Exception:
+        traceback.print_exc()
+        return _fail("internal error, please report it with the text above", ExitCode.INTERNAL)
+
+
+def _fail(message: str, code: ExitCode) -> int:
+    print(f"hicache-obs: {message}", file=sys.stderr)
+    return int(code)

@@ -1,0 +1,124 @@
+"""``hicache-obs check``: scenario, journal and ring files in, verdicts out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from hicache_obs.analyzer import Analyzer, explain
+from hicache_obs.analyzer.tally import Tally
+from hicache_obs.findings import ExitCode, Finding, Verdict, worst
+from hicache_obs.readers import open_trace
+from hicache_obs.records import OpId
+from hicache_obs.trace import Trace
+
+OUTCOMES: Final = {
+    ExitCode.CLEAN: "clean",
+    ExitCode.FINDINGS: "findings",
+    ExitCode.NOTHING_CHECKED: "nothing-checked",
+}
+SHOWN: Final = 20
+"""Findings explained in full per file; the rest are counted."""
+
+
+class _Keeper(Tally):
+    """A tally that keeps every finding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.findings: list[Finding] = []
+
+    def on_finding(self, finding: Finding) -> None:
+        super().on_finding(finding)
+        self.findings.append(finding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What one file gave."""
+
+    trace: Trace
+    keeper: _Keeper
+    pairs_checked: int
+    code: ExitCode
+
+    @property
+    def outcome(self) -> str:
+        if self.code is ExitCode.NOTHING_CHECKED and self.keeper.verdicts[Verdict.UNKNOWN]:
+            return "unknown"
+        return OUTCOMES[self.code]
+
+
+@click.command("check")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: one object for one file, a list for several.")
+def command(files: Sequence[Path], as_json: bool) -> int:
+    """Check recorded histories for operations that touch the same pages in no proven order.
+
+    FILE is a scenario (JSON), a journal file or folder, or a ring file. Exit code 1 if any has findings, 3 if
+    one could not be decided or had nothing to check.
+    """
+    reports = [_analyse(path) for path in files]
+    if as_json:
+        objects = [_as_json(report) for report in reports]
+        click.echo(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2))
+    else:
+        for report in reports:
+            _show(report)
+    return int(worst([report.code for report in reports]))
+
+
+def _analyse(path: Path) -> _Report:
+    trace = open_trace(path)
+    keeper = _Keeper()
+    analyzer = Analyzer(keeper)
+    analyzer.feed(trace)
+    analyzer.finish()
+    lookups = analyzer.totals.lookups
+    return _Report(trace, keeper, lookups, keeper.exit_code(lookups))
+
+
+def _show(report: _Report) -> None:
+    click.echo(f"{report.trace.path}: {report.outcome}, {report.pairs_checked} page pairs checked")
+    for finding in report.keeper.findings[:SHOWN]:
+        click.echo("\n" + explain(finding))
+    hidden = len(report.keeper.findings) - SHOWN
+    if hidden > 0:
+        click.echo(f"\n... and {hidden} more; --json lists them all")
+    if report.keeper.findings:
+        click.echo("")
+
+
+def _as_json(report: _Report) -> dict[str, Any]:
+    return {
+        "file": str(report.trace.path),
+        "outcome": report.outcome,
+        "pairs_checked": report.pairs_checked,
+        "races": [_race(report.trace, finding) for finding in report.keeper.findings],
+    }
+
+
+def _race(trace: Trace, finding: Finding) -> dict[str, Any]:
+    spaces = {"device": "pages", "host": "host_pages", "buffer": "buffers"}
+    resources: dict[str, list[Any]] = {name: [] for name in spaces.values()}
+    names = trace.buffers if finding.space == "buffer" else {}
+    resources[spaces[finding.space]] = [names.get(page, page) for page in finding.pages]
+    low, high = finding.layers
+    return {
+        "fingerprint": finding.fingerprint,
+        "class": finding.hazard.value,
+        "between": [_step(trace, finding.earlier.op), _step(trace, finding.later.op)],
+        **resources,
+        "layers": list(range(low, high)) if high < 2**31 - 1 else [],
+        "verdict": finding.verdict.value,
+        "cause": finding.cause.value,
+    }
+
+
+def _step(trace: Trace, op: OpId) -> str | int:
+    return trace.labels.get(op, int(op))

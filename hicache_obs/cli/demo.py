@@ -1,0 +1,337 @@
+"""``hicache-obs demo``: the whole path on one real engine, from recorded streams to a verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hicache_obs.analyzer import explain
+from hicache_obs.errors import ConfigError
+from hicache_obs.findings import Verdict
+
+if TYPE_CHECKING:
+    from hicache_obs.cli.demo_run import DemoOptions, ModeResult
+    from hicache_obs.controller.workloads import Request
+    from hicache_obs.exporters.prometheus import Metrics, Server
+
+FENCES: Final = ("none", "stream", "page")
+SCHEDULES: Final = ("eager", "lazy", "random", "adversarial")
+DEVICES: Final = ("auto", "cuda", "threads", "virtual")
+DEFAULT_PORT: Final = 9464
+VOCABULARY: Final = 512
+
+
+class _Defaults:
+    """Sizes per runner: small enough to show pressure on the device pool, large enough for many restores."""
+
+    def __init__(self, runner: str, *, real: bool) -> None:
+        pattern = runner == "pattern"
+        self.page_size = 512 if pattern else 16
+        self.requests = 400 if pattern else 160
+        self.device_pages = 2048 if pattern and real else 768 if pattern else 48
+        self.host_pages = 8 * self.device_pages
+        self.layers = 2 if pattern else 4
+        self.heads, self.head_dim = (1, 1) if pattern else (2, 16)
+        self.max_running = 32 if pattern else 8
+
+
+@click.command("demo")
+@click.option(
+    "--fence", type=click.Choice([*FENCES, "all"]), default="all", show_default=True,
+    help="What a transfer waits for: nothing, the whole forward stream, or the rounds that use its pages.",
+)  # fmt: skip
+@click.option(
+    "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
+    help="Where streams run: a GPU, worker threads, or a deterministic virtual device. auto: cuda, else threads.",
+)  # fmt: skip
+@click.option(
+    "--schedule", type=click.Choice(SCHEDULES), default="adversarial", show_default=True,
+    help="When the virtual device runs queued work.",
+)  # fmt: skip
+@click.option(
+    "--runner", type=click.Choice(["transformer", "pattern"]), default="transformer", show_default=True,
+    help="A small real model, or page contents at memory speed for large workloads.",
+)  # fmt: skip
+@click.option(
+    "--workload", type=click.Path(path_type=Path), metavar="FILE.jsonl",
+    help="Requests to run, one JSON object per line with input_length, output_length and hash_ids; "
+    "default: generated conversations.",
+)  # fmt: skip
+@click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Number of requests.")
+@click.option("--device-pages", type=click.IntRange(min=1), metavar="N", help="Size of the device KV pool.")
+@click.option("--host-pages", type=click.IntRange(min=1), metavar="N", help="Size of the pinned host KV pool.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True,
+    help="Of the workload, the weights and the random schedule.",
+)  # fmt: skip
+@click.option(
+    "--serve", is_flag=False, flag_value=str(DEFAULT_PORT), metavar="[PORT]",
+    help=f"Serve Prometheus metrics on 127.0.0.1 during the run and after it, until interrupted; "
+    f"default port {DEFAULT_PORT}, 0 for any free one.",
+)  # fmt: skip
+@click.option(
+    "--journal", type=click.Path(path_type=Path), metavar="DIR",
+    help="Keep every record of the check runs, one folder per policy, for 'hicache-obs check'.",
+)  # fmt: skip
+@click.option("--json", "json_file", metavar="FILE|-", help="Write the results as JSON; - is standard output.")
+def command(
+    fence: str,
+    device: str,
+    schedule: str,
+    runner: str,
+    workload: Path | None,
+    requests: int | None,
+    device_pages: int | None,
+    host_pages: int | None,
+    seed: int,
+    serve: str | None,
+    journal: Path | None,
+    json_file: str | None,
+) -> int:
+    """Run a KV-cache engine with and without fences, and show what the missing fence does.
+
+    A small serving engine with a device and a host KV cache runs the same requests under each fence policy. Its
+    streams are recorded and analysed: which restored pages raced a forward round that still wrote them, what that
+    did to page contents and to tokens, and what each fence cost.
+
+    Without fences findings are expected; exit code 1 means a finding where a fence should have prevented it.
+    """
+    port = _port(serve)
+    json_path = _writable(json_file)
+    options = _options(fence, device, schedule, runner, workload, requests, device_pages, host_pages, seed, journal)
+    from hicache_obs.exporters.prometheus import Metrics
+
+    metrics = Metrics() if port is not None else None
+    console = Console(stderr=json_file == "-")
+    with contextlib.ExitStack() as stack:
+        if metrics is not None and port is not None:
+            server = stack.enter_context(_server(metrics, port))
+            Console(stderr=True).print(f"metrics on {server.url}")
+        results = _run(options, metrics)
+        from hicache_obs.cli.demo_run import outcome
+
+        _write_json(results, json_file, json_path)
+        _show(console, options, results)
+        if metrics is not None:
+            Console(stderr=True).print("serving until interrupted (Ctrl-C)")
+            _wait_for_interrupt()
+        return int(outcome(results))
+
+
+def _run(options: DemoOptions, metrics: Metrics | None) -> list[ModeResult]:
+    from hicache_obs.cli.demo_run import REFERENCE, DemoRun
+
+    columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        names = [REFERENCE, *(f"{fence}: {run}" for fence in options.fences for run in ("check", "cost"))]
+        tasks = {name: bars.add_task(name, total=len(options.requests), start=False) for name in names}
+
+        def progress(name: str, done: int, total: int) -> None:
+            task = tasks[name]
+            if not bars.tasks[task].started:
+                bars.start_task(task)
+            bars.update(task, completed=done, total=total)
+
+        run = DemoRun(options, progress=progress, metrics=metrics)
+        reference = run.reference()
+        return [run.mode(fence, reference) for fence in options.fences]
+
+
+def _options(
+    fence: str,
+    device: str,
+    schedule: str,
+    runner: str,
+    workload: Path | None,
+    requests: int | None,
+    device_pages: int | None,
+    host_pages: int | None,
+    seed: int,
+    journal: Path | None,
+) -> DemoOptions:
+    defaults = _Defaults(runner, real=workload is not None)
+    work = _workload(workload, requests, defaults, seed)
+    fences = FENCES if fence == "all" else (fence,)
+    if journal is not None:
+        _check_folder(journal)
+    import torch
+
+    from hicache_obs.cli.demo_run import DemoOptions
+    from hicache_obs.controller.engine import EngineConfig
+    from hicache_obs.controller.scheduler import SchedulerOptions
+
+    torch.set_num_threads(1)  # the workers of the threads device are the parallelism
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "threads"
+    engine = EngineConfig(
+        runner=runner,
+        fence=fences[0],
+        device_pages=device_pages or defaults.device_pages,
+        host_pages=host_pages or defaults.host_pages,
+        page_size=defaults.page_size,
+        layers=defaults.layers,
+        heads=defaults.heads,
+        head_dim=defaults.head_dim,
+        vocabulary=VOCABULARY,
+        seed=seed,
+        scheduler=SchedulerOptions(
+            max_running=defaults.max_running,
+            max_extend_tokens=32 * defaults.page_size,
+        ),
+    )
+    return DemoOptions(fences, device, schedule, seed, engine, work, journal)
+
+
+def _workload(path: Path | None, requests: int | None, defaults: _Defaults, seed: int) -> Sequence[Request]:
+    from hicache_obs.controller.workloads import generate, load_jsonl
+
+    if path is not None:
+        return load_jsonl(path, tokens_per_block=defaults.page_size, vocabulary=VOCABULARY, limit=requests)
+    return generate(
+        requests or defaults.requests,
+        seed=seed,
+        tokens_per_block=defaults.page_size,
+        vocabulary=VOCABULARY,
+        reuse=0.85,
+        conversations=32,
+        max_blocks=10,
+        max_output=24,
+    )
+
+
+# -- output --------------------------------------------------------------------------------------------------
+
+
+def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult]) -> None:
+    where = options.device + (f", schedule {options.schedule}" if options.device == "virtual" else "")
+    table = Table(title=f"{len(options.requests)} requests, {options.engine.runner}, {where}", title_justify="left")
+    table.add_column("fence")
+    for name in (
+        "rounds",
+        "restored\npages",
+        "pages\nchecked",
+        "violations",
+        "latent",
+        "corrupted\npages",
+        "wrong\nrequests",
+        "fence wait\np50 ms",
+        "fence wait\np99 ms",
+        "avoidable\nms",
+        "tokens/s",
+    ):
+        table.add_column(name, justify="right")
+    for result in results:
+        table.add_row(*_row(result))
+    console.print(table)
+    shown = next((defect for result in results if (defect := result.first()) is not None), None)
+    if shown is None:
+        console.print("No findings.")
+    else:
+        others = sum(len(result.tally.defects) for result in results) - 1
+        console.print(f"First finding, of {shown.count} operation pairs like it (other kinds: {others}):\n")
+        console.print(explain(shown.example), highlight=False, markup=False, soft_wrap=True)
+    for result in results:
+        for line in _remarks(result):
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def _row(result: ModeResult) -> list[str]:
+    bad = result.verdicts(Verdict.VIOLATION)
+    return [
+        result.fence,
+        f"{result.rounds:,}",
+        f"{result.restored_pages:,}",
+        f"{result.pages_checked:,}",
+        f"[bold red]{bad:,}[/]" if bad else "0",
+        f"{result.verdicts(Verdict.LATENT):,}",
+        f"[bold red]{result.corrupted_pages:,}[/]" if result.corrupted_pages else "0",
+        f"[bold red]{result.wrong_requests:,}[/]" if result.wrong_requests else "0",
+        f"{result.cost.fence_wait_ns(0.5) / 1e6:.3f}",
+        f"{result.cost.fence_wait_ns(0.99) / 1e6:.3f}",
+        f"{result.cost.avoidable_ns / 1e6:.2f}",
+        f"{result.output_tokens / result.seconds:,.0f}" if result.seconds else "-",
+    ]
+
+
+def _remarks(result: ModeResult) -> Iterator[str]:
+    """What the table does not say, and a newcomer must know."""
+    if not result.pairs_checked:
+        yield (
+            f"{result.fence}: nothing was checked: no restored page had been used before. "
+            "Use more --requests or fewer --device-pages."
+        )
+    if result.lost:
+        yield f"{result.fence}: {result.lost} records were lost, so verdicts may be missing; raise HICACHE_OBS_RING_SLOTS."
+    if result.unexplained_pages:
+        yield f"{result.fence}: {result.unexplained_pages} corrupted pages have no finding: this is a bug in hicache-obs."
+    if result.verdicts(Verdict.CONTRADICTION):
+        yield f"{result.fence}: {result.verdicts(Verdict.CONTRADICTION)} pairs are proven ordered but measured broken."
+
+
+def _write_json(results: Sequence[ModeResult], json_file: str | None, path: Path | None) -> None:
+    if json_file is None:
+        return
+    text = json.dumps({"modes": [result.as_json() for result in results]}, indent=2) + "\n"
+    if path is None:
+        click.echo(text, nl=False)
+        return
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)  # whole or not at all
+
+
+# -- input ---------------------------------------------------------------------------------------------------
+
+
+def _port(serve: str | None) -> int | None:
+    if serve is None:
+        return None
+    if not serve.isdecimal() or int(serve) > 65535:
+        raise ConfigError(f"--serve {serve}: not a port; expected 0 to 65535")
+    return int(serve)
+
+
+def _server(metrics: Metrics, port: int) -> Server:
+    from hicache_obs.exporters.prometheus import serve
+
+    return serve(metrics, port=port)
+
+
+def _writable(json_file: str | None) -> Path | None:
+    """Path of ``--json FILE``, checked before anything runs; ``None`` for standard output or no JSON."""
+    if json_file is None or json_file == "-":
+        return None
+    path = Path(json_file)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json {path}: cannot be written; expected a file in a directory that exists")
+    return path
+
+
+def _check_folder(path: Path) -> None:
+    """Make the journal directory, before anything runs."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--journal {path}: cannot be made ({error.strerror}); expected a writable directory"
+        ) from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"--journal {path}: not writable; expected a writable directory")
+
+
+def _wait_for_interrupt() -> None:
+    stop = threading.Event()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda *_: stop.set())
+    stop.wait()

@@ -1,0 +1,335 @@
+"""Runs one workload under several fence policies and says what each did; no printing here.
+
+Each policy runs twice on the same requests: a *check* run, in which a gate (or, on the virtual device, the
+schedule) makes a missing fence strike, gives findings and contents; a *cost* run without gate (``asap`` on the
+virtual device) gives waits and throughput. A run without host tier gives the reference tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from hicache_obs.agent import Agent, Fanout
+from hicache_obs.analyzer import Analyzer
+from hicache_obs.analyzer.tally import Defect, Tally
+from hicache_obs.config import read_setting
+from hicache_obs.controller.cache_controller import SubmittedTransfer
+from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
+from hicache_obs.controller.gate import WriterGate
+from hicache_obs.controller.workloads import Request
+from hicache_obs.costs import AnalysisSink
+from hicache_obs.exporters.prometheus import Metrics, MetricsSink
+from hicache_obs.findings import ExitCode, Finding, Verdict, worst
+from hicache_obs.readers.journal import JournalWriter
+from hicache_obs.readers.ring import RingReader
+from hicache_obs.recorder.recorded import RecordedDevice, Recorder
+from hicache_obs.recorder.ring import RingWriter
+from hicache_obs.records import Direction, Mode, device
+from hicache_obs.streams import open_device
+from hicache_obs.streams.protocol import Device
+
+REFERENCE: Final = "no host tier"
+ENGINE: Final = f"hicache-obs {version('hicache-obs')}"
+Progress = Callable[[str, int, int], None]
+"""``progress(run, finished_requests, all_requests)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What to run.
+
+    Attributes:
+        fences: Policies, in order.
+        device: ``cuda``, ``threads`` or ``virtual``.
+        schedule, seed: Of the virtual device; the seed also makes the weights.
+        engine: Shape of the engine; its ``fence`` is replaced by each policy.
+        requests: The workload.
+        journal: Directory for the journals of the check runs, one folder per policy.
+    """
+
+    fences: tuple[str, ...]
+    device: str
+    schedule: str
+    seed: int
+    engine: EngineConfig
+    requests: Sequence[Request]
+    journal: Path | None = None
+
+
+@dataclass(slots=True)
+class ModeResult:
+    """What one fence policy did.
+
+    Attributes:
+        fence: The policy.
+        rounds, restored_pages, retractions: Of the check run.
+        pages_checked, pairs_checked: Restored pages looked up; those of them with an earlier access.
+        tally: Findings of the check run.
+        corrupted_pages: Restored pages whose contents were wrong when a round read them.
+        unexplained_pages: Those of them that no finding covers.
+        wrong_requests: Requests whose tokens differ from the run without host tier.
+        cost: Fence costs, of the cost run.
+        seconds, output_tokens: Of the cost run, for the throughput.
+        lost: Records lost in either run.
+    """
+
+    fence: str
+    rounds: int
+    restored_pages: int
+    retractions: int
+    pages_checked: int
+    pairs_checked: int
+    tally: Tally
+    corrupted_pages: int
+    unexplained_pages: int
+    wrong_requests: int
+    cost: Tally = field(default_factory=Tally)
+    seconds: float = 0.0
+    output_tokens: int = 0
+    lost: int = 0
+
+    def verdicts(self, verdict: Verdict) -> int:
+        """Operation pairs with this verdict."""
+        return self.tally.verdicts[verdict]
+
+    def as_json(self) -> dict[str, Any]:
+        """The documented JSON entry."""
+        return {
+            "fence": self.fence,
+            "fences": self.cost.fences,
+            "fences_without_conflict": self.cost.fences - self.cost.fences_in_flight,
+            "rounds": self.rounds,
+            "retractions": self.retractions,
+            "restored_pages": self.restored_pages,
+            "pages_checked": self.pages_checked,
+            "pairs_checked": self.pairs_checked,
+            "violations": self.verdicts(Verdict.VIOLATION),
+            "latent": self.verdicts(Verdict.LATENT),
+            "contradictions": self.verdicts(Verdict.CONTRADICTION),
+            "unknown": self.verdicts(Verdict.UNKNOWN),
+            "corrupted_pages": self.corrupted_pages,
+            "unexplained_pages": self.unexplained_pages,
+            "wrong_requests": self.wrong_requests,
+            "fence_wait_ms_p50": self.cost.fence_wait_ns(0.5) / 1e6,
+            "fence_wait_ms_p99": self.cost.fence_wait_ns(0.99) / 1e6,
+            "avoidable_ms": self.cost.avoidable_ns / 1e6,
+            "lost_records": self.lost,
+            "findings": [
+                {
+                    "fingerprint": name,
+                    "hazard": defect.example.hazard.value,
+                    "verdict": verdict.value,
+                    "count": count,
+                }
+                for name, defect in sorted(self.tally.defects.items())
+                for verdict, count in sorted(defect.verdicts.items())
+            ],
+        }
+
+    def first(self) -> Defect | None:
+        """The defect to show, ``None`` without findings."""
+        return next(iter(self.tally.by_severity()), None)
+
+    def exit_code(self) -> ExitCode:
+        """Findings are expected without fences, and only there; wrong contents always need a finding."""
+        if not self.pairs_checked or self.lost or self.verdicts(Verdict.UNKNOWN):
+            return ExitCode.NOTHING_CHECKED
+        surprising = self.unexplained_pages or self.verdicts(Verdict.CONTRADICTION)
+        if self.fence != "none":
+            surprising = surprising or self.tally.defects or self.corrupted_pages or self.wrong_requests
+        return ExitCode.FINDINGS if surprising else ExitCode.CLEAN
+
+
+class _Lineage:
+    """Which transfers restored a page, and backed its host page up; matches wrong pages with findings.
+
+    Listens to the controller (every transfer) and to the analyzer (every finding).
+    """
+
+    def __init__(self) -> None:
+        self._backed_up: dict[int, tuple[int, int]] = {}  # host page -> (write-back, device page)
+        self._restored: dict[tuple[int, int], tuple[int, int]] = {}  # (step, device page) -> (transfer, host page)
+        self._origin: dict[tuple[int, int], tuple[int, int]] = {}  # (transfer, device page) -> its write-back
+        self._raced: set[tuple[int, int]] = set()
+
+    def on_transfer(self, transfer: SubmittedTransfer) -> None:
+        for operation in transfer.operations:
+            pairs = zip(operation.device_pages.tolist(), operation.host_pages.tolist(), strict=True)
+            for device_page, host_page in pairs:
+                if transfer.direction is Direction.DEVICE_TO_HOST:
+                    self._backed_up[host_page] = (transfer.transfer, device_page)
+                else:
+                    self._restored[transfer.step, device_page] = (transfer.transfer, host_page)
+                    self._origin[transfer.transfer, device_page] = self._backed_up[host_page]
+
+    def on_finding(self, finding: Finding) -> None:
+        for side in (finding.earlier, finding.later):
+            if finding.space == "device" and side.what in ("restore", "backup"):
+                self._raced.update((side.group, page) for page in finding.pages)
+
+    def explains(self, step: int, device_page: int) -> bool:
+        """Whether a finding covers the load-back of ``device_page`` in ``step``, or the write-back before it."""
+        transfer, _ = self._restored[step, device_page]
+        key = (transfer, device_page)
+        return key in self._raced or self._origin[key] in self._raced
+
+
+class _ExplainingTally(Tally):
+    """A tally that also tells the lineage about findings."""
+
+    def __init__(self, lineage: _Lineage) -> None:
+        super().__init__()
+        self._lineage = lineage
+
+    def on_finding(self, finding: Finding) -> None:
+        super().on_finding(finding)
+        self._lineage.on_finding(finding)
+
+
+class DemoRun:
+    """Runs the modes of one demo.
+
+    Args:
+        options: What to run.
+        progress: Told how far each run is.
+        metrics: Fed live: findings and checks from check runs, fence and transfer costs from cost runs.
+    """
+
+    def __init__(self, options: DemoOptions, *, progress: Progress, metrics: Metrics | None = None) -> None:
+        self._options = options
+        self._progress = progress
+        self._metrics = metrics
+
+    def reference(self) -> dict[int, list[int]]:
+        """Output tokens of the run without host tier, by request id. Nothing is recorded."""
+        options = self._options
+        limits = dataclasses.replace(options.engine.scheduler, host_tier=False)
+        config = dataclasses.replace(options.engine, fence="stream", scheduler=limits)
+        with self._device("asap") as bare:
+            engine = build_engine(bare, config, options.requests)
+            self._run(engine, REFERENCE)
+        return engine.scheduler.outputs
+
+    def mode(self, fence: str, reference: dict[int, list[int]]) -> ModeResult:
+        """Check run and cost run of one policy."""
+        result = self._check(fence, reference)
+        self._measure(fence, result)
+        return result
+
+    def _check(self, fence: str, reference: dict[int, list[int]]) -> ModeResult:
+        lineage = _Lineage()
+        tally = _ExplainingTally(lineage)
+        sinks = [tally, *self._metrics_sinks(findings=True)]
+        with self._observed(fence, self._options.schedule, sinks, journal=True) as (engine, agent, analyzer):
+            gate = WriterGate(engine.scheduler)
+
+            def on_transfer(transfer: SubmittedTransfer) -> None:
+                gate.on_transfer(transfer)
+                lineage.on_transfer(transfer)
+
+            engine.controller.on_transfer = on_transfer
+            self._run(engine, f"{fence}: check", agent)
+        corrupted = engine.ledger.corrupted().tolist()
+        restored = engine.scheduler.restored
+        explained = [lineage.explains(restored[t].step, restored[t].device_page) for t in corrupted]
+        outputs = engine.scheduler.outputs
+        return ModeResult(
+            fence=fence,
+            rounds=engine.scheduler.counters.rounds,
+            restored_pages=engine.controller.counters.restored_pages,
+            retractions=engine.scheduler.counters.retractions,
+            pages_checked=analyzer.totals.pages_checked,
+            pairs_checked=analyzer.totals.pairs_checked,
+            tally=tally,
+            corrupted_pages=len(corrupted),
+            unexplained_pages=explained.count(False),
+            wrong_requests=sum(outputs[request] != tokens for request, tokens in reference.items()),
+            lost=sum(tally.lost.values()),
+        )
+
+    def _measure(self, fence: str, result: ModeResult) -> None:
+        sinks = [result.cost, *self._metrics_sinks(findings=False)]
+        with self._observed(fence, "asap", sinks, journal=False) as (engine, agent, _):
+            clock = engine.runner.device.host_ns
+            start = clock()
+            self._run(engine, f"{fence}: cost", agent)
+            result.seconds = (clock() - start) / 1e9
+        result.output_tokens = engine.scheduler.counters.output_tokens
+        result.lost += sum(result.cost.lost.values())
+
+    def _metrics_sinks(self, *, findings: bool) -> list[AnalysisSink]:
+        if self._metrics is None:
+            return []
+        return [MetricsSink(self._metrics, findings=findings, costs=not findings)]
+
+    def _run(self, engine: Engine, name: str, agent: Agent | None = None) -> None:
+        total = len(self._options.requests)
+        inline = agent is not None and self._options.device == "virtual"
+
+        def after_step() -> None:
+            self._progress(name, engine.scheduler.counters.finished, total)
+            if agent is not None and inline:
+                agent.poll()
+
+        if agent is not None and not inline:
+            agent.start()
+        engine.run(self._options.requests, after_step=after_step)
+        if agent is not None:
+            agent.finish()
+
+    @contextmanager
+    def _device(self, schedule: str) -> Iterator[Device]:
+        bare = open_device(self._options.device, schedule=schedule, seed=self._options.seed)
+        try:
+            yield bare
+        finally:
+            bare.close()
+
+    @contextmanager
+    def _observed(
+        self, fence: str, schedule: str, sinks: Sequence[AnalysisSink], *, journal: bool
+    ) -> Iterator[tuple[Engine, Agent, Analyzer]]:
+        """An engine whose streams are recorded, and the agent that analyses them."""
+        options = self._options
+        with self._device(schedule) as bare, tempfile.TemporaryDirectory(prefix="hicache-obs-") as folder:
+            path = Path(folder) / "rank0.ring"
+            ring = RingWriter(
+                path,
+                slots=read_setting("ring_slots")[0],
+                arena_words=read_setting("arena_ids")[0],
+                clock=bare.host_ns,
+            )
+            recorder = Recorder(ring, clock=bare.host_ns)
+            recorder.define_engine(ENGINE)
+            recorder.define_pool("kv", options.engine.layers)
+            observed = RecordedDevice(bare, recorder)
+            engine = build_engine(observed, dataclasses.replace(options.engine, fence=fence), options.requests)
+            engine.scheduler.on_alloc = lambda owner, pages: recorder.page_alloc(owner, device(Mode.WRITE, pages))
+            engine.scheduler.on_free = lambda owner, pages: recorder.page_free(owner, device(Mode.WRITE, pages))
+            analyzer = Analyzer(Fanout(sinks))
+            writer = None
+            if journal and options.journal is not None:
+                writer = JournalWriter(options.journal / fence, engine=ENGINE)
+            agent = Agent(
+                RingReader(path),
+                analyzer,
+                resolve=recorder.resolve,
+                journal=writer,
+                period_s=read_setting("poll_ms")[0] / 1e3,
+            )
+            try:
+                yield engine, agent, analyzer
+            finally:
+                ring.close()
+
+
+def outcome(results: Sequence[ModeResult]) -> ExitCode:
+    """Exit code of the whole demo."""
+    return worst([result.exit_code() for result in results])

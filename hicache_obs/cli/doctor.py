@@ -1,0 +1,76 @@
+"""``hicache-obs doctor``: versions, settings with their source, and what cannot be seen on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+import click
+
+from hicache_obs import __version__
+from hicache_obs.config import SETTINGS, read_setting
+
+PACKAGES: Final = ("torch", "numpy", "nvtx", "pyarrow", "prometheus-client", "opentelemetry-sdk", "msgspec")
+
+
+@click.command("doctor")
+def command() -> int:
+    """Show what runs here, every setting with where it comes from, and the blind spots."""
+    for title, lines in (
+        ("Versions", _versions()),
+        ("Settings", _settings()),
+        ("Devices", _devices()),
+        ("NVTX ranges", _ranges()),
+        ("Blind spots", _blind_spots()),
+    ):
+        click.echo(title)
+        for line in lines:
+            click.echo(f"  {line}")
+    return 0
+
+
+def _versions() -> Iterator[str]:
+    yield f"hicache-obs {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    for package in PACKAGES:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            yield f"{package} is not installed"
+
+
+def _settings() -> Iterator[str]:
+    for setting in SETTINGS:
+        value, source = read_setting(setting.name)
+        limits = f"{setting.low} to {setting.high}"
+        yield f"{setting.variable} = {value} {setting.unit} (from {source}; {limits}): {setting.purpose}"
+
+
+def _devices() -> Iterator[str]:
+    if importlib.util.find_spec("torch") is None:
+        yield "no torch: nothing can run here, files can be checked"
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        yield f"cuda: {torch.cuda.get_device_name()}"
+    else:
+        yield "cuda: not available; 'auto' runs on worker threads"
+    yield f"threads: yes, on {os.cpu_count()} cores"
+    yield "virtual: yes"
+
+
+def _ranges() -> Iterator[str]:
+    from hicache_obs.recorder.nvtx_ranges import describe
+
+    yield describe()
+
+
+def _blind_spots() -> Iterator[str]:
+    yield "the order of work that other libraries launch themselves (NCCL, raw driver calls) is not seen"
+    yield "accesses outside the two KV pools and the index buffers are not seen"
+    yield "graph replay, storage, remote transfers and collectives are not analysed in this version"
+    yield "a forward round's interval is the whole segment's; single accesses inside it have no times"

@@ -1,0 +1,334 @@
+"""Reads a journal. What a killed agent or a full disk left half-written is never believed: reading stops at the last
+whole batch and says so. ``journal_format`` has the columns, ``journal_writer`` the partner.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyarrow import ipc
+
+from hicache_obs.errors import TraceError
+from hicache_obs.readers.journal_format import (
+    ACCESSES,
+    COLUMNS,
+    FILE_NAME,
+    JOURNAL_VERSION,
+    KIND_NAMES,
+    META,
+    SCHEMA,
+    JournalInfo,
+)
+from hicache_obs.readers.journal_writer import JournalWriter
+from hicache_obs.records import (
+    NO_OP,
+    Access,
+    AnyRecord,
+    Define,
+    DefineSpace,
+    Direction,
+    DropReason,
+    EventId,
+    EventQuery,
+    EventRecord,
+    EventSync,
+    EventWait,
+    HostAccess,
+    HostSync,
+    Kernel,
+    Lost,
+    Memcpy,
+    Mode,
+    PageAlloc,
+    PageFree,
+    PageIds,
+    Purpose,
+    RecordStream,
+    Space,
+    StreamId,
+    StreamKind,
+    ThreadId,
+    Times,
+    WaitStream,
+)
+from hicache_obs.trace import Trace, make_trace
+
+__all__ = ["JournalInfo", "JournalWriter", "read_journal"]
+
+MAX_PAGES: Final = 1 << 28
+"""Page ids one access may hold; a run length is just a number, and a file must not make us allocate the world."""
+
+
+# -- batches to records --------------------------------------------------------------------------------------
+
+
+def read_journal(path: str | os.PathLike[str], *, rank: int | None = None) -> Trace:
+    """The newest run in a journal directory, or one segment file.
+
+    Records that are known to have existed and are gone (a segment was removed or damaged) are stated by a ``Lost``
+    record. ``notes`` says what else was left out.
+
+    Args:
+        path: A directory or a file.
+        rank: Which rank of a directory; may be left out if there is only one.
+
+    Raises:
+        TraceError: Nothing there can be read, or the directory holds several ranks and ``rank`` names none of them.
+    """
+    target = Path(path)
+    notes: list[str] = []
+    if target.is_dir():
+        segments = _newest_run(target, rank, notes)
+    else:
+        segments = [(target, _read_info(target))]
+        if segments[0][1].segment > 1:
+            notes.append(f"{target}: segment {segments[0][1].segment} of its run; names defined earlier are unknown")
+    records: list[AnyRecord] = []
+    expected = 0
+    for file, info in segments:
+        found = list(_read_segment(file, notes))
+        gone = info.records_before - expected
+        if gone > 0:
+            host_ns = found[0].host_ns if found else 0
+            records.append(Lost(NO_OP, ThreadId(0), host_ns, gone, DropReason.MISSING))
+            notes.append(f"{file}: {gone} records before it are gone: an earlier segment is missing or damaged")
+        records += found
+        expected = info.records_before + len(found)
+    return make_trace(str(target), records, notes=tuple(notes))
+
+
+def _newest_run(directory: Path, rank: int | None, notes: list[str]) -> list[tuple[Path, JournalInfo]]:
+    by_rank: dict[int, list[tuple[int, Path]]] = {}
+    for file in directory.iterdir():
+        match = FILE_NAME.fullmatch(file.name)
+        if match:
+            by_rank.setdefault(int(match[1]), []).append((int(match[2]), file))
+    if not by_rank:
+        raise TraceError(f"{directory}: no journal here: no file is named like rank0-000001.arrows")
+    known = ", ".join(map(str, sorted(by_rank)))
+    if rank is None:
+        if len(by_rank) > 1:
+            raise TraceError(f"{directory}: holds the journals of ranks {known}: say which one")
+        rank = next(iter(by_rank))
+    if rank not in by_rank:
+        raise TraceError(f"{directory}: holds no journal of rank {rank}, only of {known}")
+    headers: list[tuple[Path, JournalInfo]] = []
+    for _, file in sorted(by_rank[rank]):
+        try:
+            headers.append((file, _read_info(file)))
+        except _NoHeader as error:
+            notes.append(str(error))
+    if not headers:
+        raise TraceError(notes[-1])
+    run = headers[-1][1].run
+    older = [file.name for file, info in headers if info.run != run]
+    if older:
+        notes.append(f"{directory}: older runs are left out ({older[0]} to {older[-1]}); open a file to read it")
+    return [(file, info) for file, info in headers if info.run == run]
+
+
+class _NoHeader(TraceError):
+    """A segment whose writer was killed before its header was whole."""
+
+
+def _open(path: Path) -> tuple[Any, Any]:
+    """The file and its Arrow stream."""
+    try:
+        file = pa.OSFile(str(path), "rb")
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    try:
+        return file, ipc.open_stream(file)
+    except (pa.ArrowException, OSError) as error:
+        torn = file.tell() >= file.size()
+        file.close()
+        if torn:
+            raise _NoHeader(f"{path}: ends before its header is complete; it holds no records") from None
+        raise TraceError(f"{path}: not a journal: {_one_line(error)}") from None
+
+
+def _read_info(path: Path) -> JournalInfo:
+    file, stream = _open(path)
+    with file:
+        metadata = {k.decode(): v.decode(errors="replace") for k, v in (stream.schema.metadata or {}).items()}
+        version = metadata.get(META + "version", "")
+        if not version.isdigit():
+            raise TraceError(f"{path}: an Arrow stream, but not a journal: it states no {META}version")
+        if int(version) > JOURNAL_VERSION:
+            raise TraceError(
+                f"{path}: journal version {version} is newer than {JOURNAL_VERSION}, the newest known here; upgrade"
+            )
+        if not stream.schema.equals(SCHEMA):
+            raise TraceError(f"{path}: damaged: its columns are not those of journal version {version}")
+    return _info(path, metadata)
+
+
+def _info(path: Path, metadata: Mapping[str, str]) -> JournalInfo:
+    defaults = JournalInfo()
+    values: dict[str, Any] = {}
+    for name in JournalInfo.__dataclass_fields__:
+        text = metadata.get(META + name, "")
+        if isinstance(getattr(defaults, name), int):
+            if not re.fullmatch(r"-?\d{1,19}", text):
+                raise TraceError(f"{path}: damaged header: {META}{name} is {text!r}, not a number")
+            values[name] = int(text)
+        else:
+            values[name] = text
+    return JournalInfo(**values)
+
+
+def _read_segment(path: Path, notes: list[str]) -> Iterator[AnyRecord]:
+    file, stream = _open(path)
+    with file:
+        number = 0
+        while True:
+            number += 1
+            try:
+                batch = stream.read_next_batch()
+            except StopIteration:
+                return
+            except (pa.ArrowException, OSError) as error:
+                if file.tell() < file.size():
+                    raise TraceError(f"{path}: batch {number} is damaged: {_one_line(error)}") from None
+                notes.append(f"{path}: ends in the middle of batch {number}; the records before it are whole")
+                return
+            try:
+                batch.validate(full=True)
+                yield from _records(batch)
+            except (pa.ArrowException, _Damaged) as error:
+                raise TraceError(f"{path}: batch {number} is damaged: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+class _Damaged(Exception):
+    """A value in a batch is impossible."""
+
+
+def _records(batch: Any) -> Iterator[AnyRecord]:
+    columns = {name: batch.column(name).to_pylist() for name, _ in COLUMNS}
+    accesses = _read_accesses(batch.column(ACCESSES))
+    for row, kind in enumerate(columns["kind"]):
+        make = _MAKERS.get(kind)
+        if make is None:
+            raise _Damaged(f"record {row}: kind {kind!r}; known are {', '.join(_MAKERS)}")
+        try:
+            yield make(_Row(columns, row, accesses[row]))
+        except (TypeError, ValueError) as error:
+            raise _Damaged(f"record {row} ({kind}): {error}") from None
+
+
+class _Row:
+    """One row of a batch; a null where a value belongs is an error."""
+
+    __slots__ = ("_columns", "_row", "accesses")
+
+    def __init__(self, columns: dict[str, list[Any]], row: int, accesses: tuple[Access, ...]) -> None:
+        self._columns = columns
+        self._row = row
+        self.accesses = accesses
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._columns[name][self._row]
+        if value is None:
+            raise ValueError(f"no {name}")
+        return value
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        return self.layer_begin, self.layer_end
+
+    @property
+    def maybe_stream(self) -> StreamId | None:
+        value: StreamId | None = self._columns["stream"][self._row]
+        return value
+
+    @property
+    def access(self) -> Access:
+        if len(self.accesses) != 1:
+            raise ValueError(f"{len(self.accesses)} accesses where exactly 1 belongs")
+        return self.accesses[0]
+
+    @property
+    def define_space(self) -> DefineSpace:
+        space = DefineSpace(self.space)
+        if space is DefineSpace.STREAM:
+            StreamKind(self.value)  # ValueError unless it is one
+        return space
+
+
+_MAKERS: Final[dict[str, Callable[[Any], AnyRecord]]] = {
+    "kernel": lambda r: Kernel(
+        r.op, r.thread, r.host_ns, r.stream, r.site, r.group, r.size_bytes, r.layers, r.accesses
+    ),
+    "memcpy": lambda r: Memcpy(
+        r.op, r.thread, r.host_ns, r.stream, r.site, r.group, r.size_bytes, r.layers, r.accesses, Direction(r.direction)
+    ),
+    "event_record": lambda r: EventRecord(r.op, r.thread, r.host_ns, EventId(r.event), r.stream),
+    "event_wait": lambda r: EventWait(r.op, r.thread, r.host_ns, EventId(r.event), r.stream, Purpose(r.purpose)),
+    "wait_stream": lambda r: WaitStream(r.op, r.thread, r.host_ns, r.waiter, r.on, Purpose(r.purpose)),
+    "event_query": lambda r: EventQuery(r.op, r.thread, r.host_ns, EventId(r.event), r.result),
+    "event_sync": lambda r: EventSync(r.op, r.thread, r.host_ns, EventId(r.event)),
+    "host_sync": lambda r: HostSync(r.op, r.thread, r.host_ns, r.maybe_stream),
+    "host_access": lambda r: HostAccess(r.op, r.thread, r.host_ns, r.site, r.layers, r.accesses),
+    "page_alloc": lambda r: PageAlloc(r.op, r.thread, r.host_ns, r.owner, r.access),
+    "page_free": lambda r: PageFree(r.op, r.thread, r.host_ns, r.owner, r.access),
+    "record_stream": lambda r: RecordStream(r.op, r.thread, r.host_ns, r.buffer, r.stream),
+    "times": lambda r: Times(r.op, r.thread, r.host_ns, r.start_ns, r.end_ns, r.error_ns),
+    "lost": lambda r: Lost(r.op, r.thread, r.host_ns, r.count, DropReason(r.reason)),
+    "define": lambda r: Define(r.op, r.thread, r.host_ns, r.define_space, r.id, r.text, r.value),
+}
+assert list(_MAKERS) == list(KIND_NAMES.values())
+
+
+def _read_accesses(column: Any) -> list[tuple[Access, ...]]:
+    """The accesses of each record of a batch. Shared arrays come out as one object."""
+    flat = column.flatten()
+    spaces, modes, pools, same_as = (flat.field(name).to_pylist() for name in ("space", "mode", "pool", "same_as"))
+    pages = flat.field("pages")
+    runs = pages.flatten()
+    starts, counts = (runs.field(name).to_numpy(zero_copy_only=False) for name in ("start", "count"))
+    if runs.null_count or runs.field("start").null_count or runs.field("count").null_count:
+        raise _Damaged("a page run without start or count")
+    ends = np.cumsum(pages.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)).tolist()
+    arrays: list[PageIds] = []
+    found: list[Access] = []
+    for number, space in enumerate(spaces):
+        same = same_as[number]
+        if same is None:
+            begin = ends[number - 1] if number else 0
+            arrays.append(_expand(starts[begin : ends[number]], counts[begin : ends[number]]))
+        elif 0 <= same < number:
+            arrays.append(arrays[same])
+        else:
+            raise _Damaged(f"access {number} has the pages of access {same}, which is not before it")
+        try:
+            found.append(Access(Space(space), Mode(modes[number]), arrays[number], pools[number] or 0))
+        except ValueError as error:
+            raise _Damaged(f"access {number}: {error}") from None
+    upto = np.cumsum(column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)).tolist()
+    return [tuple(found[begin:end]) for begin, end in zip([0, *upto[:-1]], upto, strict=True)]
+
+
+def _expand(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> PageIds:
+    lengths = counts.tolist()
+    total = sum(lengths)
+    if total > MAX_PAGES or (lengths and min(lengths) < 1):
+        raise _Damaged(f"page runs of {total} pages in all, the shortest {min(lengths)}; allowed are 1 to {MAX_PAGES}")
+    ids: PageIds
+    if len(lengths) == 1:
+        ids = starts[0] + np.arange(total, dtype=np.int64)
+    else:
+        before = np.cumsum(counts) - counts
+        ids = np.repeat(starts - before, counts) + np.arange(total, dtype=np.int64)
+    ids.flags.writeable = False
+    return ids

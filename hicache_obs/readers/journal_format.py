@@ -1,0 +1,129 @@
+"""The columns of a journal, and its header: what reader and writer share.
+
+The columns are the fields of the records; a column is null where a record's kind has no such field. Page ids are kept
+as runs, in order. Records of one batch that carry the same array keep it once: ``same_as`` is the number of the first
+access in the batch that has it.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final
+
+import pyarrow as pa
+
+from hicache_obs.records import (
+    KINDS,
+    Define,
+    EventQuery,
+    EventRecord,
+    EventSync,
+    EventWait,
+    HostAccess,
+    HostSync,
+    Kernel,
+    Lost,
+    Memcpy,
+    PageAlloc,
+    PageFree,
+    Record,
+    RecordStream,
+    Times,
+    WaitStream,
+)
+
+JOURNAL_VERSION: Final = 1
+
+FILE_NAME: Final = re.compile(r"rank(\d+)-(\d{6,})\.arrows")
+RUNS: Final = pa.list_(pa.struct([("start", pa.int64()), ("count", pa.int64())]))
+ACCESS: Final = pa.struct(
+    [("space", pa.int8()), ("mode", pa.int8()), ("pool", pa.int32()), ("pages", RUNS), ("same_as", pa.int32())]
+)
+COLUMNS: Final[tuple[tuple[str, Any], ...]] = (
+    ("kind", pa.string()),
+    ("op", pa.int64()),
+    ("thread", pa.int64()),
+    ("host_ns", pa.int64()),
+    ("stream", pa.int64()),
+    ("event", pa.int64()),
+    ("site", pa.int64()),
+    ("group", pa.int64()),
+    ("size_bytes", pa.int64()),
+    ("layer_begin", pa.int64()),
+    ("layer_end", pa.int64()),
+    ("direction", pa.int8()),
+    ("waiter", pa.int64()),
+    ("on", pa.int64()),
+    ("purpose", pa.int8()),
+    ("result", pa.bool_()),
+    ("owner", pa.int64()),
+    ("buffer", pa.int64()),
+    ("start_ns", pa.int64()),
+    ("end_ns", pa.int64()),
+    ("error_ns", pa.int64()),
+    ("count", pa.int64()),
+    ("reason", pa.int8()),
+    ("space", pa.int8()),
+    ("id", pa.int64()),
+    ("text", pa.string()),
+    ("value", pa.int64()),
+)
+ACCESSES: Final = "accesses"
+SCHEMA: Final = pa.schema([*COLUMNS, (ACCESSES, pa.list_(ACCESS))])
+META: Final = "hicache_obs."
+
+
+def _names(*fields: str) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    return tuple((name, attrgetter(name)) for name in fields)
+
+
+_LAYERS: Final = (("layer_begin", lambda r: r.layers[0]), ("layer_end", lambda r: r.layers[1]))
+_WORK: Final = (*_names("stream", "site", "group", "size_bytes"), *_LAYERS)
+FIELDS: Final[dict[type[Record], tuple[tuple[str, Callable[[Any], Any]], ...]]] = {
+    Kernel: _WORK,
+    Memcpy: (*_WORK, *_names("direction")),
+    EventRecord: _names("event", "stream"),
+    EventWait: _names("event", "stream", "purpose"),
+    WaitStream: _names("waiter", "on", "purpose"),
+    EventQuery: _names("event", "result"),
+    EventSync: _names("event"),
+    HostSync: _names("stream"),
+    HostAccess: (*_names("site"), *_LAYERS),
+    PageAlloc: _names("owner"),
+    PageFree: _names("owner"),
+    RecordStream: _names("buffer", "stream"),
+    Times: _names("start_ns", "end_ns", "error_ns"),
+    Lost: _names("count", "reason"),
+    Define: _names("space", "id", "text", "value"),
+}
+KIND_NAMES: Final = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() for kind in KINDS}
+"""``Kernel`` is ``kernel``, ``WaitStream`` is ``wait_stream``."""
+COMMON: Final = _names("op", "thread", "host_ns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalInfo:
+    """What a segment's header says.
+
+    Attributes:
+        rank: Number of the worker, as in the file names.
+        run: Equal for all segments of one run.
+        segment: Number of the segment in its run, from 1.
+        records_before: Records of the run in earlier segments.
+        engine: Name and version of the recorded engine.
+        clock: Name of the clock of ``host_ns``.
+        wall_ns, host_ns: Unix time and host clock, read together.
+    """
+
+    rank: int = 0
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    segment: int = 1
+    records_before: int = 0
+    engine: str = ""
+    clock: str = ""
+    wall_ns: int = 0
+    host_ns: int = 0

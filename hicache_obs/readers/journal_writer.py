@@ -1,0 +1,284 @@
+"""Writes a journal: records kept on disk as Arrow IPC streams, one batch per flush, in segments of bounded size.
+
+Used by the agent, which is above readers and recorder alike; it lives here because it shares the columns with
+the reader. A batch reaches the file in one piece.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyarrow import ipc
+
+from hicache_obs.errors import ConfigError
+from hicache_obs.readers.journal_format import (
+    ACCESS,
+    COLUMNS,
+    COMMON,
+    FIELDS,
+    FILE_NAME,
+    JOURNAL_VERSION,
+    KIND_NAMES,
+    META,
+    RUNS,
+    SCHEMA,
+    JournalInfo,
+)
+from hicache_obs.records import (
+    NO_OP,
+    Access,
+    AnyRecord,
+    DropReason,
+    Lost,
+    PageAlloc,
+    PageFree,
+    PageIds,
+)
+
+DEFAULT_SEGMENT_BYTES: Final = 64 << 20
+
+
+class JournalWriter:
+    """Writes the records of one rank. One thread at a time; does file I/O, so never on a launching thread.
+
+    Existing files are left alone: a new run in the same directory takes the next numbers. The first segment is
+    made at once, so that a directory that cannot be written to is known before anything has been recorded.
+
+    Args:
+        directory: Made if it does not exist.
+        info: Written to the header of each segment.
+        segment_bytes: A segment that has grown to this size is followed by a new one.
+
+    Raises:
+        ConfigError: The directory cannot be written to.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        info: JournalInfo | None = None,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+    ) -> None:
+        if segment_bytes < 1:
+            raise ConfigError(f"journal segment_bytes={segment_bytes}: must be at least 1")
+        self.directory: Final = Path(directory)
+        self._info = info or JournalInfo()
+        self._segment_bytes = segment_bytes
+        self._segments = 0
+        self._written = 0
+        self._lost = 0
+        self._segment: _SegmentFile | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._segment = self._next_segment()
+        except OSError as error:
+            raise ConfigError(
+                f"--journal {self.directory}: {error.strerror}; name a directory this process can write to"
+            ) from None
+
+    @property
+    def path(self) -> Path | None:
+        """The segment that is being written; ``None`` between two segments."""
+        return None if self._segment is None else self._segment.path
+
+    def write(self, records: Sequence[AnyRecord]) -> None:
+        """Append ``records`` as one batch; nothing happens if there are none.
+
+        Raises:
+            OSError: The disk is full or gone. The file ends after the last whole batch, as before; the next batch
+                that can be written states the loss.
+        """
+        if not records:
+            return
+        if self._lost:
+            last = records[0]
+            records = [Lost(NO_OP, last.thread, last.host_ns, self._lost, DropReason.MISSING), *records]
+        try:
+            if self._segment is None:
+                self._segment = self._next_segment()
+            self._segment.write(_batch(records))
+        except OSError:
+            self._lost += len(records) - (1 if self._lost else 0)
+            raise
+        self._lost = 0
+        self._written += len(records)
+        if self._segment.size_bytes >= self._segment_bytes:
+            self._finish_segment()
+
+    def close(self) -> None:
+        """End the last segment. Idempotent; ``write`` after it starts a new segment."""
+        self._finish_segment()
+
+    def _finish_segment(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            segment.close()
+
+    def _next_segment(self) -> _SegmentFile:
+        rank = self._info.rank
+        taken = [
+            int(m[2]) for p in self.directory.iterdir() if (m := FILE_NAME.fullmatch(p.name)) and int(m[1]) == rank
+        ]
+        number = max(taken, default=0) + 1
+        values = {f: getattr(self._info, f) for f in JournalInfo.__dataclass_fields__}
+        values |= {"version": JOURNAL_VERSION, "segment": self._segments + 1, "records_before": self._written}
+        schema = SCHEMA.with_metadata({META + key: str(value) for key, value in values.items()})
+        while True:
+            try:
+                segment = _SegmentFile(self.directory / f"rank{rank}-{number:06d}.arrows", schema)
+            except FileExistsError:
+                number += 1
+            else:
+                self._segments += 1
+                return segment
+
+
+class _SegmentFile:
+    """One file. Arrow writes into memory; whole pieces go to the file, or none of a piece."""
+
+    def __init__(self, path: Path, schema: Any) -> None:
+        self.path = path
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 closed by close()
+        self._piece = bytearray()
+        self.size_bytes = 0
+        try:
+            self._writer = ipc.new_stream(pa.PythonFile(_Into(self._piece), mode="w"), schema)
+            self._put()
+        except BaseException:
+            self._file.close()
+            path.unlink(missing_ok=True)
+            raise
+
+    def write(self, batch: Any) -> None:
+        self._writer.write_batch(batch)
+        self._put()
+
+    def close(self) -> None:
+        try:
+            self._writer.close()
+            self._put()
+        except OSError:
+            pass  # the end mark is a courtesy: a stream may as well just end
+        finally:
+            self._file.close()
+
+    def _put(self) -> None:
+        """Write the piece; on failure cut off what got through of it."""
+        left = memoryview(bytes(self._piece))
+        self._piece.clear()
+        size = len(left)
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            self._file.truncate(self.size_bytes)
+            self._file.seek(self.size_bytes)
+            raise
+        self.size_bytes += size
+
+
+class _Into:
+    """The little of a file object that Arrow needs to write into a bytearray."""
+
+    closed = False
+
+    def __init__(self, piece: bytearray) -> None:
+        self._piece = piece
+
+    def write(self, data: bytes) -> int:
+        self._piece += data
+        return len(data)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# -- records to a batch --------------------------------------------------------------------------------------
+
+
+def _batch(records: Sequence[AnyRecord]) -> Any:
+    columns: dict[str, list[Any]] = {name: [None] * len(records) for name, _ in COLUMNS}
+    kinds = columns["kind"]
+    accesses = _AccessColumn()
+    for row, record in enumerate(records):
+        kind = type(record)
+        kinds[row] = KIND_NAMES[kind]
+        for name, get in COMMON:
+            columns[name][row] = get(record)
+        for name, get in FIELDS[kind]:
+            columns[name][row] = get(record)
+        if isinstance(record, (PageAlloc, PageFree)):
+            accesses.add((record.access,))
+        else:
+            accesses.add(getattr(record, "accesses", ()))
+    arrays = [pa.array(columns[name], type=type_) for name, type_ in COLUMNS]
+    return pa.RecordBatch.from_arrays([*arrays, accesses.array()], schema=SCHEMA)
+
+
+class _AccessColumn:
+    """Builds the accesses of a batch from flat lists: nested Python objects would be several times slower."""
+
+    def __init__(self) -> None:
+        self._spaces: list[int] = []
+        self._modes: list[int] = []
+        self._pools: list[int] = []
+        self._same_as: list[int | None] = []
+        self._of_record = [0]
+        self._of_access = [0]
+        self._starts: list[npt.NDArray[np.int64]] = []
+        self._counts: list[npt.NDArray[np.int64]] = []
+        self._runs = 0
+        self._first: dict[int, int] = {}
+
+    def add(self, accesses: tuple[Access, ...]) -> None:
+        """The accesses of the next record."""
+        for access in accesses:
+            number = len(self._spaces)
+            # By identity, which is safe: the records of the batch keep the arrays alive.
+            first = self._first.setdefault(id(access.ids), number)
+            self._spaces.append(access.space)
+            self._modes.append(access.mode)
+            self._pools.append(access.pool)
+            self._same_as.append(None if first == number else first)
+            if first == number:
+                starts, counts = _runs(access.ids)
+                self._starts.append(starts)
+                self._counts.append(counts)
+                self._runs += len(starts)
+            self._of_access.append(self._runs)
+        self._of_record.append(len(self._spaces))
+
+    def array(self) -> Any:
+        """The whole column."""
+        empty = [np.zeros(0, dtype=np.int64)]
+        runs = pa.StructArray.from_arrays(
+            [pa.array(np.concatenate(self._starts or empty)), pa.array(np.concatenate(self._counts or empty))],
+            fields=list(RUNS.value_type),
+        )
+        accesses = pa.StructArray.from_arrays(
+            [
+                pa.array(self._spaces, type=pa.int8()),
+                pa.array(self._modes, type=pa.int8()),
+                pa.array(self._pools, type=pa.int32()),
+                pa.ListArray.from_arrays(pa.array(self._of_access, type=pa.int32()), runs, type=RUNS),
+                pa.array(self._same_as, type=pa.int32()),
+            ],
+            fields=list(ACCESS),
+        )
+        return pa.ListArray.from_arrays(pa.array(self._of_record, type=pa.int32()), accesses, type=pa.list_(ACCESS))
+
+
+def _runs(ids: PageIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """``ids`` as runs of consecutive numbers, in the given order."""
+    if not len(ids):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    first = np.concatenate(([0], np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1))
+    return ids[first], np.diff(first, append=len(ids)).astype(np.int64)

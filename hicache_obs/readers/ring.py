@@ -1,0 +1,516 @@
+"""Reads a ring file: live, as the one agent that frees what it has read, or once, as it was left behind.
+
+A ring is untrusted input: every number in it is checked before it is used. The partner is
+``hicache_obs.recorder.ring``; ``hicache_obs.records`` has the layout.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from hicache_obs.errors import TraceError
+from hicache_obs.records import (
+    HEADER_BYTES,
+    KINDS,
+    MAX_ACCESSES,
+    MAX_ARENA_WORDS,
+    MAX_SLOTS,
+    MAX_TEXT_BYTES,
+    NO_OP,
+    RING_MAGIC,
+    RING_VERSION,
+    SLOT_BYTES,
+    Access,
+    AnyRecord,
+    CaptureMode,
+    Define,
+    DefineSpace,
+    Direction,
+    DropReason,
+    EventId,
+    EventQuery,
+    EventRecord,
+    EventSync,
+    EventWait,
+    HostAccess,
+    HostSync,
+    Kernel,
+    Lost,
+    Memcpy,
+    Mode,
+    OpId,
+    PageAlloc,
+    PageFree,
+    PageIds,
+    Purpose,
+    Ranks,
+    RecordStream,
+    RingWord,
+    Space,
+    StreamId,
+    StreamKind,
+    ThreadId,
+    Times,
+    WaitStream,
+)
+from hicache_obs.trace import Trace, make_trace
+
+_SLOT: Final = struct.Struct("<BBHIqqqqqqii")
+_CELLS: Final = struct.Struct("<" + "BBHIQ" * MAX_ACCESSES)
+_CELL_BYTES: Final = _CELLS.size // MAX_ACCESSES
+_WORDS: Final = struct.Struct(f"<{HEADER_BYTES // 8}q")
+_MAGIC: Final = int.from_bytes(RING_MAGIC, "little")
+
+_SPACES: Final = tuple(Space)
+_MODES: Final = tuple(Mode)
+_DIRECTIONS: Final = tuple(Direction)
+_PURPOSES: Final = tuple(Purpose)
+_REASONS: Final = tuple(DropReason)
+_STREAM_KINDS: Final = tuple(StreamKind)
+_DEFINE_SPACES: Final = tuple(DefineSpace)
+
+Words = memoryview | tuple[int, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RingInfo:
+    """What the header says for good.
+
+    Attributes:
+        version: Layout version.
+        slots: Records the ring holds.
+        arena_words: Page ids the ring holds.
+        pid: Process that made it.
+        ranks: Which worker of a server that is.
+        wall_ns, host_ns: Unix time and host clock, read together when the ring was made.
+    """
+
+    version: int
+    slots: int
+    arena_words: int
+    pid: int
+    ranks: Ranks
+    wall_ns: int
+    host_ns: int
+
+    def to_wall_ns(self, host_ns: int) -> int:
+        """Unix time of a host clock reading of the recorded process."""
+        return self.wall_ns + host_ns - self.host_ns
+
+
+class _Overwritten(Exception):
+    """A record refers to page ids that are gone."""
+
+
+class _Decoder:
+    """Turns slots into records.
+
+    Args:
+        path: For messages.
+        slots, arena: The two parts of the file.
+        info: Its header.
+    """
+
+    def __init__(self, path: Path, slots: memoryview, arena: PageIds, info: RingInfo) -> None:
+        self._path = path
+        self._slots = slots
+        self._arena = arena
+        self._info = info
+        self._shared: dict[int, PageIds] = {}
+        """By arena position, oldest first: records that share an array get the same object again."""
+        self._repeated: dict[bytes, tuple[Access, ...]] = {}
+        """By access cells as they are in the slot: the copies of one restore all have the same."""
+        self.arena_from = 0
+        """Positions below this are gone."""
+        self.arena_until = 0
+        """Positions from this on are not handed out yet."""
+        self._makers: tuple[Callable[[int, tuple[int, ...]], AnyRecord], ...] = (
+            self._kernel,
+            self._memcpy,
+            self._event_record,
+            self._event_wait,
+            self._wait_stream,
+            self._event_query,
+            self._event_sync,
+            self._host_sync,
+            self._host_access,
+            self._page_alloc,
+            self._page_free,
+            self._record_stream,
+            self._times,
+            self._lost,
+            self._define,
+        )
+        assert len(self._makers) == len(KINDS)
+
+    def record(self, number: int) -> AnyRecord:
+        """Record ``number`` of the ring.
+
+        Raises:
+            TraceError: It is not a record.
+            _Overwritten: Its page ids are gone.
+        """
+        place = (number & (self._info.slots - 1)) * SLOT_BYTES
+        fields = _SLOT.unpack_from(self._slots, place)
+        kind = fields[0]
+        if kind >= len(self._makers):
+            raise self._bad(number, f"kind {kind}; known are 0 to {len(self._makers) - 1}")
+        try:
+            record: AnyRecord = self._makers[kind](place, fields)
+            return record
+        except (_Damaged, UnicodeDecodeError) as error:
+            raise self._bad(number, str(error)) from None
+
+    def forget(self, below: int) -> None:
+        """Drop shared arrays that no later record refers to."""
+        shared = self._shared
+        self._repeated.clear()
+        while shared:
+            oldest = next(iter(shared))
+            if oldest >= below:
+                return
+            del shared[oldest]
+
+    def release(self) -> None:
+        """Let go of the file."""
+        self._slots.release()
+        self._arena = _NO_PAGES
+
+    def _bad(self, number: int, what: str) -> TraceError:
+        return TraceError(f"{self._path}: record {number} is damaged: {what}")
+
+    def _accesses(self, place: int, count: int) -> tuple[Access, ...]:
+        if count > MAX_ACCESSES:
+            raise _Damaged(f"{count} accesses; at most {MAX_ACCESSES} fit")
+        start = place + _SLOT.size
+        raw = bytes(self._slots[start : start + _CELL_BYTES * count])
+        known = self._repeated.get(raw)
+        if known is not None:
+            return known
+        cells = _CELLS.unpack_from(self._slots, start)
+        accesses = self._repeated[raw] = tuple(
+            Access(
+                _one_of(_SPACES, cells[at], "space"),
+                _one_of(_MODES, cells[at + 1], "access mode"),
+                self._ids(cells[at + 4], cells[at + 3]),
+                cells[at + 2],
+            )
+            for at in range(0, 5 * count, 5)
+        )
+        return accesses
+
+    def _access(self, place: int, count: int) -> Access:
+        if count != 1:
+            raise _Damaged(f"{count} accesses where exactly 1 belongs")
+        return self._accesses(place, 1)[0]
+
+    def _ids(self, position: int, count: int) -> PageIds:
+        if count == 0:
+            return _NO_PAGES
+        known = self._shared.get(position)
+        if known is not None and len(known) == count:
+            return known
+        if position < self.arena_from:
+            raise _Overwritten
+        if count > self._info.arena_words or position + count > self.arena_until:
+            raise _Damaged(f"{count} page ids at arena position {position}, which ends at {self.arena_until}")
+        words = self._info.arena_words
+        place = position & (words - 1)
+        first = self._arena[place : place + count]
+        ids = first.copy() if len(first) == count else np.concatenate((first, self._arena[: count - len(first)]))
+        ids.flags.writeable = False
+        self._shared[position] = ids
+        return ids
+
+    # -- one method per kind, in the order of ``records.KINDS``; f: kind count aux thread op host_ns a b c d lo hi --
+
+    def _kernel(self, place: int, f: tuple[int, ...]) -> Kernel:
+        return Kernel(
+            OpId(f[4]), ThreadId(f[3]), f[5], StreamId(f[6]), f[7], f[8], f[9], (f[10], f[11]),
+            self._accesses(place, f[1]),
+        )  # fmt: skip
+
+    def _memcpy(self, place: int, f: tuple[int, ...]) -> Memcpy:
+        return Memcpy(
+            OpId(f[4]), ThreadId(f[3]), f[5], StreamId(f[6]), f[7], f[8], f[9], (f[10], f[11]),
+            self._accesses(place, f[1]), _one_of(_DIRECTIONS, f[2], "direction"),
+        )  # fmt: skip
+
+    def _event_record(self, place: int, f: tuple[int, ...]) -> EventRecord:
+        return EventRecord(OpId(f[4]), ThreadId(f[3]), f[5], EventId(f[6]), StreamId(f[7]))
+
+    def _event_wait(self, place: int, f: tuple[int, ...]) -> EventWait:
+        purpose = _one_of(_PURPOSES, f[2], "purpose")
+        return EventWait(OpId(f[4]), ThreadId(f[3]), f[5], EventId(f[6]), StreamId(f[7]), purpose)
+
+    def _wait_stream(self, place: int, f: tuple[int, ...]) -> WaitStream:
+        purpose = _one_of(_PURPOSES, f[2], "purpose")
+        return WaitStream(OpId(f[4]), ThreadId(f[3]), f[5], StreamId(f[6]), StreamId(f[7]), purpose)
+
+    def _event_query(self, place: int, f: tuple[int, ...]) -> EventQuery:
+        return EventQuery(OpId(f[4]), ThreadId(f[3]), f[5], EventId(f[6]), bool(f[2]))
+
+    def _event_sync(self, place: int, f: tuple[int, ...]) -> EventSync:
+        return EventSync(OpId(f[4]), ThreadId(f[3]), f[5], EventId(f[6]))
+
+    def _host_sync(self, place: int, f: tuple[int, ...]) -> HostSync:
+        return HostSync(OpId(f[4]), ThreadId(f[3]), f[5], StreamId(f[6]) if f[2] else None)
+
+    def _host_access(self, place: int, f: tuple[int, ...]) -> HostAccess:
+        accesses = self._accesses(place, f[1])
+        return HostAccess(OpId(f[4]), ThreadId(f[3]), f[5], f[7], (f[10], f[11]), accesses)
+
+    def _page_alloc(self, place: int, f: tuple[int, ...]) -> PageAlloc:
+        return PageAlloc(OpId(f[4]), ThreadId(f[3]), f[5], f[8], self._access(place, f[1]))
+
+    def _page_free(self, place: int, f: tuple[int, ...]) -> PageFree:
+        return PageFree(OpId(f[4]), ThreadId(f[3]), f[5], f[8], self._access(place, f[1]))
+
+    def _record_stream(self, place: int, f: tuple[int, ...]) -> RecordStream:
+        return RecordStream(OpId(f[4]), ThreadId(f[3]), f[5], f[6], StreamId(f[7]))
+
+    def _times(self, place: int, f: tuple[int, ...]) -> Times:
+        return Times(OpId(f[4]), ThreadId(f[3]), f[5], f[6], f[7], f[8])
+
+    def _lost(self, place: int, f: tuple[int, ...]) -> Lost:
+        return Lost(OpId(f[4]), ThreadId(f[3]), f[5], f[6], _one_of(_REASONS, f[2], "drop reason"))
+
+    def _define(self, place: int, f: tuple[int, ...]) -> Define:
+        if f[2] > MAX_TEXT_BYTES:
+            raise _Damaged(f"a text of {f[2]} bytes; at most {MAX_TEXT_BYTES} fit")
+        start = place + _SLOT.size
+        text = bytes(self._slots[start : start + f[2]]).decode()
+        space = _one_of(_DEFINE_SPACES, f[8], "definition space")
+        if space is DefineSpace.STREAM:
+            _one_of(_STREAM_KINDS, f[7], "stream kind")
+        return Define(OpId(f[4]), ThreadId(f[3]), f[5], space, f[6], text, f[7])
+
+
+class RingReader:
+    """The agent's end of a live ring: reads records in order and frees what it has read.
+
+    One reader per ring, on one thread at a time; a second one is refused. The writer may run, hang or be long
+    dead.
+
+    Raises:
+        TraceError: The file is no ring this version can read, or another agent reads it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path: Final = Path(path)
+        self._file = _open(self.path, "r+b")
+        try:
+            self.info: Final = _read_info(self.path, self._file.fileno())
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise TraceError(f"{self.path}: another agent reads this ring; a ring has one reader") from None
+            size = _size_bytes(self.info.slots, self.info.arena_words)
+            self._map = mmap.mmap(self._file.fileno(), size)
+        except BaseException:
+            self._file.close()
+            raise
+        whole = memoryview(self._map)
+        self._words = whole[:HEADER_BYTES].cast("q")
+        arena_at = HEADER_BYTES + self.info.slots * SLOT_BYTES
+        arena = np.frombuffer(self._map, dtype="<i8", count=self.info.arena_words, offset=arena_at)
+        self._decoder = _Decoder(self.path, whole[HEADER_BYTES:arena_at], arena, self.info)
+        whole.release()
+        self._tail = self._until = self._words[RingWord.TAIL]
+        self._promised = self._words[RingWord.ARENA_TAIL]
+
+    def poll(self, limit: int = 1 << 16) -> list[AnyRecord]:
+        """The next records, ``limit`` at most, in the order they were issued. Empty if there are none yet.
+
+        The records keep nothing of the ring: their arrays are copies, and its room is free when this returns.
+
+        Raises:
+            TraceError: The file is damaged; the same record is met again by the next call.
+        """
+        words, decoder = self._words, self._decoder
+        if self._tail >= self._until:
+            # The promise before the head: every record it does not cover is then below the head.
+            self._promised = words[RingWord.ARENA_LOW]
+            self._until = words[RingWord.HEAD]
+            decoder.arena_until = words[RingWord.ARENA_HEAD]
+            decoder.arena_from = max(0, decoder.arena_until - self.info.arena_words)
+            if not 0 <= self._until - self._tail <= self.info.slots:
+                raise TraceError(f"{self.path}: damaged header: {self._tail} records read of {self._until} written")
+        stop = min(self._until, self._tail + max(0, limit))
+        try:
+            records = [decoder.record(number) for number in range(self._tail, stop)]
+        except _Overwritten:
+            raise TraceError(f"{self.path}: damaged: a record refers to page ids that are gone") from None
+        self._tail = words[RingWord.TAIL] = stop
+        if stop == self._until:
+            words[RingWord.ARENA_TAIL] = self._promised
+            decoder.forget(self._promised)
+        return records
+
+    @property
+    def pending(self) -> int:
+        """Records written and not read yet."""
+        return max(0, self._words[RingWord.HEAD] - self._tail)
+
+    @property
+    def dropped(self) -> dict[DropReason, int]:
+        """Records lost so far, by reason; reasons that never happened are left out."""
+        return _counts(self._words, RingWord.DROPPED)
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """Host clock of the recorded process when it last said it is alive."""
+        return self._words[RingWord.HEARTBEAT_NS]
+
+    @property
+    def mode(self) -> CaptureMode:
+        """What the recorded process does."""
+        word = self._words[RingWord.MODE]
+        return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
+
+    @mode.setter
+    def mode(self, mode: CaptureMode) -> None:
+        self._words[RingWord.MODE] = mode
+
+    def close(self) -> None:
+        """Unmap the file. What was not read stays in it. Idempotent."""
+        if self._map.closed:
+            return
+        self._words.release()
+        self._decoder.release()
+        self._map.close()
+        self._file.close()
+
+
+def set_mode(path: str | os.PathLike[str], mode: CaptureMode) -> CaptureMode:
+    """Set the mode byte of a ring that somebody else reads; returns what it was.
+
+    Raises:
+        TraceError: The file is no ring this version can read.
+    """
+    target = Path(path)
+    with _open(target, "r+b") as file:
+        _read_info(target, file.fileno())
+        with mmap.mmap(file.fileno(), HEADER_BYTES) as header, memoryview(header).cast("q") as words:
+            before = words[RingWord.MODE]
+            words[RingWord.MODE] = mode
+    return CaptureMode(before) if 0 <= before < len(CaptureMode) else CaptureMode.OFF
+
+
+def read_ring(path: str | os.PathLike[str]) -> Trace:
+    """Everything a ring still holds, read or not, without changing it; its process may still be writing.
+
+    Records that are gone from the file are stated by a ``Lost`` record.
+
+    Raises:
+        TraceError: The file is no ring this version can read, or it is damaged.
+    """
+    target = Path(path)
+    with _open(target, "rb") as file:
+        descriptor = file.fileno()
+        info = _read_info(target, descriptor)
+        before = _read_words(descriptor)
+        arena_at = HEADER_BYTES + info.slots * SLOT_BYTES
+        slots = os.pread(descriptor, arena_at - HEADER_BYTES, HEADER_BYTES)
+        arena = os.pread(descriptor, info.arena_words * 8, arena_at)
+        after = _read_words(descriptor)
+    head = before[RingWord.HEAD]
+    unread = after[RingWord.HEAD] - info.slots == after[RingWord.TAIL]
+    # The writer may be in the middle of the next slot, unless that one is not read yet.
+    first = max(0, after[RingWord.HEAD] - info.slots + (0 if unread else 1))
+    if head < 0 or not head <= after[RingWord.HEAD] or not 0 <= after[RingWord.TAIL] <= after[RingWord.HEAD]:
+        raise TraceError(f"{target}: damaged header: {after[RingWord.TAIL]} records read of {head} written")
+    decoder = _Decoder(target, memoryview(slots), np.frombuffer(arena, dtype="<i8"), info)
+    decoder.arena_until = before[RingWord.ARENA_HEAD]
+    decoder.arena_from = max(0, after[RingWord.ARENA_HEAD] - info.arena_words)
+    records: list[AnyRecord] = []
+    for number in range(first, head):
+        try:
+            records.append(decoder.record(number))
+        except _Overwritten:
+            records.clear()
+            first = number + 1
+    notes: tuple[str, ...] = ()
+    if first:
+        records.insert(0, Lost(NO_OP, ThreadId(0), 0, first, DropReason.MISSING))
+        notes = (f"{target}: the oldest {first} records are no longer in the ring; an agent has read them",)
+    dropped, reported = _counts(before, RingWord.DROPPED), _counts(before, RingWord.REPORTED)
+    last_ns = records[-1].host_ns if records else 0
+    for reason, count in dropped.items():
+        if count > reported.get(reason, 0):
+            records.append(Lost(NO_OP, ThreadId(0), last_ns, count - reported.get(reason, 0), reason))
+    return make_trace(str(target), records, notes=notes)
+
+
+class _Damaged(Exception):
+    """A number in a slot is impossible."""
+
+
+def _one_of(members: tuple[T, ...], value: int, what: str) -> T:
+    if not 0 <= value < len(members):
+        raise _Damaged(f"{what} {value}; known are 0 to {len(members) - 1}")
+    return members[value]
+
+
+def _open(path: Path, how: str) -> Any:
+    try:
+        return open(path, how, buffering=0)
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
+
+
+def _size_bytes(slots: int, arena_words: int) -> int:
+    return HEADER_BYTES + slots * SLOT_BYTES + arena_words * 8
+
+
+def _read_words(descriptor: int) -> tuple[int, ...]:
+    return _WORDS.unpack(os.pread(descriptor, HEADER_BYTES, 0))
+
+
+def _read_info(path: Path, descriptor: int) -> RingInfo:
+    size = os.fstat(descriptor).st_size
+    if size < HEADER_BYTES:
+        raise TraceError(f"{path}: not a ring: {size} bytes, and a ring's header alone has {HEADER_BYTES}")
+    words = _read_words(descriptor)
+    if words[RingWord.MAGIC] != _MAGIC:
+        found = words[RingWord.MAGIC].to_bytes(8, "little", signed=True)
+        raise TraceError(f"{path}: not a ring: it begins with {found!r}, not {RING_MAGIC!r}")
+    version = words[RingWord.VERSION]
+    if version > RING_VERSION:
+        raise TraceError(f"{path}: ring layout {version} is newer than {RING_VERSION}, the newest known here; upgrade")
+    slots, arena_words = words[RingWord.SLOTS], words[RingWord.ARENA_WORDS]
+    for name, value, limit in (("slots", slots, MAX_SLOTS), ("arena words", arena_words, MAX_ARENA_WORDS)):
+        if not 0 < value <= limit or value & (value - 1):
+            raise TraceError(f"{path}: damaged header: {value} {name}; must be a power of two up to {limit}")
+    if version < 1 or words[RingWord.SLOT_BYTES] != SLOT_BYTES:
+        raise TraceError(f"{path}: damaged header: layout {version} with {words[RingWord.SLOT_BYTES]} bytes per slot")
+    if size < _size_bytes(slots, arena_words):
+        raise TraceError(f"{path}: cut short: {size} bytes of {_size_bytes(slots, arena_words)}")
+    return RingInfo(
+        version=version,
+        slots=slots,
+        arena_words=arena_words,
+        pid=words[RingWord.PID],
+        ranks=Ranks(words[RingWord.TP_RANK], words[RingWord.PP_RANK], words[RingWord.DP_RANK]),
+        wall_ns=words[RingWord.WALL_NS],
+        host_ns=words[RingWord.HOST_NS],
+    )
+
+
+def _counts(words: Words, first: RingWord) -> dict[DropReason, int]:
+    counts = {reason: int(words[first + reason]) for reason in DropReason}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+_NO_PAGES: Final[PageIds] = np.zeros(0, dtype=np.int64)
+_NO_PAGES.flags.writeable = False

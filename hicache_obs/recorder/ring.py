@@ -1,0 +1,521 @@
+"""The ring file of one process: fixed-size records and their page ids, in a memory-mapped file.
+
+The process under observation writes; one agent reads (``hicache_obs.readers.ring``). The file is the flight
+recorder: it outlives the process, whatever killed it. ``hicache_obs.records`` has the layout.
+
+What makes it safe without a lock between the two processes:
+
+* A record is believed once ``HEAD`` is past it, and ``HEAD`` moves after the record is written.
+* A slot is written again only once ``TAIL`` is past it, an arena word only once ``ARENA_TAIL`` is.
+* Records that carry the same array object share one copy of it in the arena, so a read record does not free its
+  pages. The writer remembers the last arrays and promises, in ``ARENA_LOW``, to refer to nothing older. It makes
+  the promise after ``HEAD``; the reader reads it before ``HEAD``. So once all records below that head are read,
+  nothing refers to words below that promise, and the reader frees them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from hicache_obs.errors import ConfigError
+from hicache_obs.records import (
+    HEADER_BYTES,
+    MAX_ACCESSES,
+    MAX_ARENA_WORDS,
+    MAX_SLOTS,
+    MAX_TEXT_BYTES,
+    NO_OP,
+    RING_MAGIC,
+    RING_VERSION,
+    SLOT_BYTES,
+    Access,
+    AnyRecord,
+    CaptureMode,
+    Define,
+    DropReason,
+    EventQuery,
+    EventRecord,
+    EventSync,
+    EventWait,
+    HostAccess,
+    HostSync,
+    Kernel,
+    Lost,
+    Memcpy,
+    PageAlloc,
+    PageFree,
+    PageIds,
+    Ranks,
+    Record,
+    RecordStream,
+    RingWord,
+    Times,
+    WaitStream,
+)
+
+DEFAULT_SLOTS: Final = 1 << 16
+DEFAULT_ARENA_WORDS: Final = 1 << 20
+_REMEMBERED: Final = 64
+"""Arrays whose arena copy may be used again; a round and a restore of many layers need about a dozen."""
+
+_HEAD: Final = "<BBHIqqqqqqii"
+_pack: Final = struct.Struct(_HEAD).pack_into
+_pack_cells: Final = tuple(struct.Struct(_HEAD + "BBHIQ" * count).pack_into for count in range(MAX_ACCESSES + 1))
+_pack_text: Final = struct.Struct(f"{_HEAD}{MAX_TEXT_BYTES}s").pack_into
+
+_MODE: Final = int(RingWord.MODE)  # plain numbers: looking up an enum member costs more than the store
+_HEAD_WORD: Final = int(RingWord.HEAD)
+_ARENA_HEAD: Final = int(RingWord.ARENA_HEAD)
+_ARENA_LOW: Final = int(RingWord.ARENA_LOW)
+
+# Stores become visible in program order on x86; elsewhere a record could appear before its contents.
+_STRONG_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
+
+
+class RecordSink(Protocol):
+    """Where a recorder puts its records."""
+
+    writable: bool
+    """False for good once closed, or in a forked child. May be read without a lock."""
+
+    @property
+    def mode(self) -> CaptureMode: ...
+
+    def append(self, record: AnyRecord) -> bool:
+        """Keep ``record``; False if it was dropped, and counted."""
+
+    def drop(self, reason: DropReason, count: int = 1) -> None:
+        """Count records that were lost before they got here; a ``Lost`` record will say so."""
+
+    def beat(self, host_ns: int) -> None:
+        """Say that the writer is alive."""
+
+
+class RingWriter:
+    """Appends records to a new ring file. Any thread of the creating process may append; nothing ever blocks.
+
+    A record that finds no room is dropped and counted; the next one that finds room is preceded by a ``Lost``
+    record. In a child made by ``fork`` the writer is inert: the ring belongs to the parent.
+
+    Args:
+        path: File to make. It must not exist: a ring of a crashed process is evidence.
+        ranks: Which worker of a server this is.
+        slots: Records the ring holds; a power of two.
+        arena_words: Page ids the ring holds; a power of two.
+        clock: The clock of the records' ``host_ns``, nanoseconds.
+        mode: What the mode byte says at first.
+
+    Raises:
+        ConfigError: A size is not allowed, or the file cannot be made at its full size.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ranks: Ranks = Ranks(),  # noqa: B008 frozen
+        slots: int = DEFAULT_SLOTS,
+        arena_words: int = DEFAULT_ARENA_WORDS,
+        clock: Callable[[], int] = time.monotonic_ns,
+        mode: CaptureMode = CaptureMode.OBSERVE,
+    ) -> None:
+        _check_size("slots", slots, 8, MAX_SLOTS)
+        _check_size("arena_words", arena_words, 16, MAX_ARENA_WORDS)
+        self.path: Final = Path(path)
+        self._map = _make_file(self.path, HEADER_BYTES + slots * SLOT_BYTES + arena_words * 8)
+        self._words = memoryview(self._map)[:HEADER_BYTES].cast("q")
+        self._arena: PageIds = np.frombuffer(
+            self._map, dtype="<i8", count=arena_words, offset=HEADER_BYTES + slots * SLOT_BYTES
+        )
+        self._slots = slots
+        self._arena_words = arena_words
+        self._mask = slots - 1
+        self._head = 0
+        self._full_at = slots
+        self._arena_head = self._arena_tail_seen = 0
+        self._arena_low = self._promised = 0
+        self._remembered: dict[int, tuple[PageIds, int, int]] = {}
+        """By ``id`` of an array: the array (so that the id stays taken), its arena position and length."""
+        self._clock = clock
+        self._pending_lost = [0] * len(DropReason)
+        self._any_lost = False
+        # Re-entrant: a signal handler may append while its own thread is appending.
+        self._lock = threading.RLock()
+        self._busy = False
+        self._fence = threading.Lock()
+        self._fence.acquire()
+        self._pack: dict[type[Record], Callable[[int, Any], bool]] = {
+            Kernel: self._kernel,
+            Memcpy: self._memcpy,
+            EventRecord: self._event_record,
+            EventWait: self._event_wait,
+            WaitStream: self._wait_stream,
+            EventQuery: self._event_query,
+            EventSync: self._event_sync,
+            HostSync: self._host_sync,
+            HostAccess: self._host_access,
+            PageAlloc: self._page_alloc,
+            PageFree: self._page_free,
+            RecordStream: self._record_stream,
+            Times: self._times,
+            Lost: self._lost,
+            Define: self._define,
+        }
+        self._write_header(ranks, mode)
+        self.writable = self._open = True
+        _LIVE.add(self)
+
+    @property
+    def mode(self) -> CaptureMode:
+        """The mode byte; an agent may change it at any time."""
+        with self._lock:
+            word = self._words[_MODE] if self._open else 0
+        return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
+
+    @property
+    def dropped(self) -> dict[DropReason, int]:
+        """Records lost so far, by reason; reasons that never happened are left out."""
+        with self._lock:
+            if not self._open:
+                return {}
+            counts = {reason: self._words[RingWord.DROPPED + reason] for reason in DropReason}
+        return {reason: count for reason, count in counts.items() if count}
+
+    def append(self, record: AnyRecord) -> bool:
+        """Write ``record``; False if it was dropped, and counted. Never blocks, never does I/O.
+
+        Raises:
+            Exception: ``record`` is malformed (too many accesses, a number out of range). Nothing was written.
+        """
+        if not self.writable:
+            return False  # without the lock: in a forked child it may be held for ever
+        with self._lock:
+            if not self._open:
+                return False
+            if self._busy:
+                self.drop(DropReason.RECORDER_ERROR)
+                return False
+            self._busy = True
+            try:
+                words = self._words
+                if not words[_MODE]:  # CaptureMode.OFF
+                    self.drop(DropReason.SWITCHED_OFF)
+                    return False
+                if self._any_lost and not self._report_lost(record):
+                    self.drop(DropReason.RING_FULL)
+                    return False
+                head = self._head
+                if head >= self._full_at and not self._room(1):
+                    self.drop(DropReason.RING_FULL)
+                    return False
+                if not self._pack[type(record)](HEADER_BYTES + (head & self._mask) * SLOT_BYTES, record):
+                    self._no_arena()
+                    return False
+                self._publish(head + 1)
+                return True
+            finally:
+                self._busy = False
+
+    def drop(self, reason: DropReason, count: int = 1) -> None:
+        """Count records lost before they got here; the next appended record is preceded by a ``Lost``."""
+        if not self.writable:
+            return
+        with self._lock:
+            if self._open:
+                self._words[RingWord.DROPPED + reason] += count
+                self._pending_lost[reason] += count
+                self._any_lost = True
+
+    def beat(self, host_ns: int) -> None:
+        """Say that the writer is alive; the agent shows how long ago that was."""
+        if not self.writable:
+            return
+        with self._lock:
+            if self._open:
+                self._words[RingWord.HEARTBEAT_NS] = host_ns
+
+    def close(self) -> None:
+        """Stop writing and unmap the file, which stays. Idempotent."""
+        with self._lock:
+            self.writable = False
+            if self._busy or self._map.closed:  # busy: a signal handler closes in the middle of an append
+                return
+            self._open = False
+            _LIVE.discard(self)
+            self._remembered.clear()
+            self._arena = np.zeros(0, dtype=np.int64)
+            self._words.release()
+            self._map.close()
+
+    def disown(self) -> None:
+        """Never touch the file again: this process is a fork of its owner, and the lock may be held for ever."""
+        self.writable = self._open = False
+        self._lock = threading.RLock()
+        self._busy = False
+
+    # -- publishing ------------------------------------------------------------------------------------------
+
+    def _publish(self, head: int) -> None:
+        words = self._words
+        if not _STRONG_ORDER:
+            # A store-release then a load-acquire: everything above is visible before what follows.
+            self._fence.release()
+            self._fence.acquire()
+        words[_HEAD_WORD] = head
+        self._head = head
+        if self._arena_low != self._promised:
+            words[_ARENA_LOW] = self._promised = self._arena_low
+
+    def _room(self, slots: int) -> bool:
+        self._full_at = self._words[RingWord.TAIL] + self._slots
+        return self._head + slots <= self._full_at
+
+    def _report_lost(self, record: Record) -> bool:
+        """Write a ``Lost`` per reason; False if they and the record that is waiting do not all fit."""
+        reasons = [reason for reason in DropReason if self._pending_lost[reason]]
+        if not self._room(len(reasons) + 1):
+            return False
+        for reason in reasons:
+            count = self._pending_lost[reason]
+            lost = Lost(NO_OP, record.thread, record.host_ns, count, reason)
+            self._lost(HEADER_BYTES + (self._head & self._mask) * SLOT_BYTES, lost)
+            self._publish(self._head + 1)
+            self._words[RingWord.REPORTED + reason] += count
+            self._pending_lost[reason] -= count
+        self._any_lost = any(self._pending_lost)
+        return True
+
+    # -- page ids --------------------------------------------------------------------------------------------
+
+    def _cells(self, accesses: tuple[Access, ...]) -> list[int] | None:
+        """Numbers of the access cells; ``None`` if the arena has no room for the pages."""
+        cells: list[int] = []
+        for access in accesses:
+            ids = access.ids
+            known = self._remembered.get(id(ids))
+            if known is None:
+                known = self._store(ids)
+                if known is None:
+                    return None
+            cells += (access.space, access.mode, access.pool, known[2], known[1])
+        return cells
+
+    def _store(self, ids: PageIds) -> tuple[PageIds, int, int] | None:
+        count, words, start = len(ids), self._arena_words, self._arena_head
+        end = start + count
+        if count == 0:
+            return ids, start, 0
+        if end - self._arena_tail_seen > words:
+            self._arena_tail_seen = self._words[RingWord.ARENA_TAIL]
+            if end - self._arena_tail_seen > words:
+                return None
+        self._words[_ARENA_HEAD] = self._arena_head = end  # before the words are overwritten
+        place = start & (words - 1)
+        if place + count <= words:
+            self._arena[place : place + count] = ids
+        else:
+            first = words - place
+            self._arena[place:] = ids[:first]
+            self._arena[: count - first] = ids[first:]
+        remembered = self._remembered
+        remembered[id(ids)] = known = (ids, start, count)
+        # At most half the arena stays taken by remembered arrays, so that reading always frees the other half.
+        if len(remembered) > _REMEMBERED or end - self._arena_low > words // 2:
+            self._forget(end)
+        return known
+
+    def _forget(self, end: int) -> None:
+        """Forget the oldest arrays until few enough words are taken."""
+        remembered = self._remembered
+        keep_from = end - self._arena_words // 2
+        while remembered:
+            oldest = next(iter(remembered))
+            self._arena_low = remembered[oldest][1]
+            if len(remembered) <= _REMEMBERED and self._arena_low >= keep_from:
+                return
+            del remembered[oldest]
+        self._arena_low = end
+
+    def _no_arena(self) -> None:
+        """Drop a record for want of arena, and let the reader free all of it: the next may be as large."""
+        self.drop(DropReason.ARENA_FULL)
+        self._remembered.clear()
+        self._words[_ARENA_LOW] = self._promised = self._arena_low = self._arena_head
+
+    # -- one method per kind, in the order of ``records.KINDS`` ----------------------------------------------
+
+    def _kernel(self, place: int, r: Kernel) -> bool:
+        cells = self._cells(r.accesses)
+        if cells is None:
+            return False
+        count = len(r.accesses)
+        _pack_cells[count](
+            self._map, place, 0, count, 0, r.thread, r.op, r.host_ns,
+            r.stream, r.site, r.group, r.size_bytes, r.layers[0], r.layers[1], *cells,
+        )  # fmt: skip
+        return True
+
+    def _memcpy(self, place: int, r: Memcpy) -> bool:
+        cells = self._cells(r.accesses)
+        if cells is None:
+            return False
+        count = len(r.accesses)
+        _pack_cells[count](
+            self._map, place, 1, count, r.direction, r.thread, r.op, r.host_ns,
+            r.stream, r.site, r.group, r.size_bytes, r.layers[0], r.layers[1], *cells,
+        )  # fmt: skip
+        return True
+
+    def _event_record(self, place: int, r: EventRecord) -> bool:
+        _pack(self._map, place, 2, 0, 0, r.thread, r.op, r.host_ns, r.event, r.stream, 0, 0, 0, 0)
+        return True
+
+    def _event_wait(self, place: int, r: EventWait) -> bool:
+        _pack(self._map, place, 3, 0, r.purpose, r.thread, r.op, r.host_ns, r.event, r.stream, 0, 0, 0, 0)
+        return True
+
+    def _wait_stream(self, place: int, r: WaitStream) -> bool:
+        _pack(self._map, place, 4, 0, r.purpose, r.thread, r.op, r.host_ns, r.waiter, r.on, 0, 0, 0, 0)
+        return True
+
+    def _event_query(self, place: int, r: EventQuery) -> bool:
+        _pack(self._map, place, 5, 0, r.result, r.thread, r.op, r.host_ns, r.event, 0, 0, 0, 0, 0)
+        return True
+
+    def _event_sync(self, place: int, r: EventSync) -> bool:
+        _pack(self._map, place, 6, 0, 0, r.thread, r.op, r.host_ns, r.event, 0, 0, 0, 0, 0)
+        return True
+
+    def _host_sync(self, place: int, r: HostSync) -> bool:
+        one, stream = (0, 0) if r.stream is None else (1, r.stream)
+        _pack(self._map, place, 7, 0, one, r.thread, r.op, r.host_ns, stream, 0, 0, 0, 0, 0)
+        return True
+
+    def _host_access(self, place: int, r: HostAccess) -> bool:
+        cells = self._cells(r.accesses)
+        if cells is None:
+            return False
+        count = len(r.accesses)
+        _pack_cells[count](self._map, place, 8, count, 0, r.thread, r.op, r.host_ns, 0, r.site, 0, 0, *r.layers, *cells)
+        return True
+
+    def _page_alloc(self, place: int, r: PageAlloc) -> bool:
+        cells = self._cells((r.access,))
+        if cells is None:
+            return False
+        _pack_cells[1](self._map, place, 9, 1, 0, r.thread, r.op, r.host_ns, 0, 0, r.owner, 0, 0, 0, *cells)
+        return True
+
+    def _page_free(self, place: int, r: PageFree) -> bool:
+        cells = self._cells((r.access,))
+        if cells is None:
+            return False
+        _pack_cells[1](self._map, place, 10, 1, 0, r.thread, r.op, r.host_ns, 0, 0, r.owner, 0, 0, 0, *cells)
+        return True
+
+    def _record_stream(self, place: int, r: RecordStream) -> bool:
+        _pack(self._map, place, 11, 0, 0, r.thread, r.op, r.host_ns, r.buffer, r.stream, 0, 0, 0, 0)
+        return True
+
+    def _times(self, place: int, r: Times) -> bool:
+        _pack(self._map, place, 12, 0, 0, r.thread, r.op, r.host_ns, r.start_ns, r.end_ns, r.error_ns, 0, 0, 0)
+        return True
+
+    def _lost(self, place: int, r: Lost) -> bool:
+        _pack(self._map, place, 13, 0, r.reason, r.thread, r.op, r.host_ns, r.count, 0, 0, 0, 0, 0)
+        return True
+
+    def _define(self, place: int, r: Define) -> bool:
+        text = cut_text(r.text)
+        _pack_text(self._map, place, 14, 0, len(text), r.thread, r.op, r.host_ns, r.id, r.value, r.space, 0, 0, 0, text)
+        return True
+
+    def _write_header(self, ranks: Ranks, mode: CaptureMode) -> None:
+        words = self._words
+        for word, value in (
+            (RingWord.VERSION, RING_VERSION),
+            (RingWord.SLOT_BYTES, SLOT_BYTES),
+            (RingWord.SLOTS, self._slots),
+            (RingWord.ARENA_WORDS, self._arena_words),
+            (RingWord.PID, os.getpid()),
+            (RingWord.TP_RANK, ranks.tp),
+            (RingWord.PP_RANK, ranks.pp),
+            (RingWord.DP_RANK, ranks.dp),
+            (RingWord.WALL_NS, time.time_ns()),
+            (RingWord.HOST_NS, self._clock()),
+            (RingWord.HEARTBEAT_NS, self._clock()),
+            (RingWord.MODE, mode),
+            (RingWord.MAGIC, int.from_bytes(RING_MAGIC, "little")),
+        ):
+            words[word] = value
+
+
+def cut_text(text: str) -> bytes:
+    """UTF-8 of ``text``, at most ``MAX_TEXT_BYTES`` long, cut on a character boundary."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= MAX_TEXT_BYTES:
+        return data
+    return data[:MAX_TEXT_BYTES].decode("utf-8", "ignore").encode()
+
+
+def new_ring_path(directory: str | os.PathLike[str], ranks: Ranks = Ranks()) -> Path:  # noqa: B008 frozen
+    """A name in ``directory`` that no file has yet: containers reuse process ids, and no ring is overwritten."""
+    stem = f"tp{ranks.tp}-pp{ranks.pp}-dp{ranks.dp}-{os.getpid()}"
+    folder = Path(directory)
+    number = 1
+    while (path := folder / f"{stem}-{number}.ring").exists():
+        number += 1
+    return path
+
+
+def _check_size(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high or value & (value - 1):
+        raise ConfigError(f"ring {name}={value}: must be a power of two from {low} to {high}")
+
+
+def _make_file(path: Path, size_bytes: int) -> mmap.mmap:
+    """A new mapped file whose blocks all exist: touching a hole on a full disk would kill the process."""
+    made = False
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        made = True
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            # Page tables are filled now, not on the launching thread.
+            return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        finally:
+            os.close(descriptor)
+    except FileExistsError:
+        raise ConfigError(
+            f"ring file {path}: exists already, and a ring is never overwritten; choose another"
+        ) from None
+    except OSError as error:
+        if made:
+            path.unlink(missing_ok=True)
+        raise ConfigError(
+            f"ring file {path}: {error.strerror} ({size_bytes} bytes are needed); choose a directory this process can "
+            "write to, such as /dev/shm"
+        ) from None
+
+
+_LIVE: Final[weakref.WeakSet[RingWriter]] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the mapping is shared, the ring is the parent's. Its lock may be held for ever."""
+    for ring in list(_LIVE):
+        ring.disown()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,125 @@
+"""The demo, as its users see it: results, JSON, exit codes, determinism."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_obs.cli import main
+
+KEYS = {
+    "fence", "fences", "restored_pages", "pages_checked", "pairs_checked", "violations", "latent",
+    "corrupted_pages", "wrong_requests", "fence_wait_ms_p50", "fence_wait_ms_p99", "avoidable_ms", "rounds",
+    "findings",
+}  # fmt: skip
+
+
+def demo(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    """Modes of one run, from the JSON on standard output, which holds nothing else."""
+    assert main(["demo", "--json", "-", *arguments]) == code
+    modes = json.loads(capsys.readouterr().out)["modes"]
+    assert all(mode.keys() >= KEYS for mode in modes)
+    assert all({"fingerprint", "hazard", "verdict", "count"} <= finding.keys() for m in modes for finding in m["findings"])
+    return list(modes)
+
+
+def check_three_modes(modes: list[dict[str, Any]]) -> None:
+    """What the demo promises of its three policies."""
+    none, stream, page = modes
+    assert [mode["fence"] for mode in modes] == ["none", "stream", "page"]
+    assert none["violations"] > 0
+    assert none["corrupted_pages"] > 0
+    assert none["unexplained_pages"] == 0
+    assert none["wrong_requests"] > 0
+    assert none["fences"] == 0
+    for mode in (stream, page):
+        assert mode["findings"] == []
+        assert (mode["violations"], mode["latent"], mode["corrupted_pages"], mode["wrong_requests"]) == (0, 0, 0, 0)
+        assert mode["pairs_checked"] > 0
+    assert stream["fences_without_conflict"] >= 20
+    assert stream["avoidable_ms"] > page["avoidable_ms"]
+    assert len({(mode["rounds"], mode["restored_pages"], mode["pages_checked"]) for mode in modes}) == 1
+
+
+@pytest.mark.slow
+def test_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    """The default run without a GPU: real threads, a gate that makes the race strike every time."""
+    check_three_modes(demo(capsys, "--device", "threads"))
+
+
+@pytest.mark.slow
+def test_virtual(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same on the deterministic device."""
+    check_three_modes(demo(capsys, "--device", "virtual"))
+
+
+def test_virtual_runs_are_identical(tmp_path: Path) -> None:
+    """Nothing that is printed depends on wall-clock time."""
+    texts = []
+    for name in ("a.json", "b.json"):
+        path = tmp_path / name
+        arguments = ["--device", "virtual", "--fence", "none", "--seed", "7", "--requests", "60", "--json", str(path)]
+        assert main(["demo", *arguments]) == 0
+        texts.append(path.read_text())
+
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0])["modes"][0]["violations"] > 0
+
+
+def test_eager_reports_the_same_races_as_latent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether a race struck is luck; that it exists is not."""
+    common = ["--device", "virtual", "--fence", "none", "--requests", "60"]
+    (struck,) = demo(capsys, *common)
+    (lucky,) = demo(capsys, *common, "--schedule", "eager")
+
+    assert (lucky["violations"], lucky["corrupted_pages"], lucky["wrong_requests"]) == (0, 0, 0)
+    assert lucky["latent"] == struck["violations"] + struck["latent"] > 0
+    by_fingerprint = [
+        {f["fingerprint"]: 0 for f in mode["findings"]} for mode in (lucky, struck)
+    ]
+    assert by_fingerprint[0] == by_fingerprint[1]
+
+
+def test_nothing_checked_is_not_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run without restores proves nothing."""
+    modes = demo(capsys, "--device", "virtual", "--requests", "3", code=3)
+
+    assert [mode["pairs_checked"] for mode in modes] == [0, 0, 0]
+
+
+def test_table_and_first_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    """A person sees one table and one finding in words."""
+    assert main(["demo", "--device", "virtual", "--requests", "60"]) == 0
+    out = capsys.readouterr().out
+
+    for word in ("none", "stream", "page", "violations", "avoidable", "First finding", "VIOLATION", "fix"):
+        assert word in out
+
+
+def test_journal_gives_the_same_verdicts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """``check`` on the journal of a run finds what the run found."""
+    common = ["--device", "virtual", "--requests", "60", "--journal", str(tmp_path)]
+    none, stream, _ = demo(capsys, *common)
+
+    assert main(["check", "--json", str(tmp_path / "none")]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["outcome"] == "findings"
+    assert len(report["races"]) == none["violations"] + none["latent"]
+    assert main(["check", "--json", str(tmp_path / "stream")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["outcome"] == "clean"
+    assert report["races"] == stream["findings"] == []
+
+
+@pytest.mark.slow
+def test_real_request_trace(capsys: pytest.CaptureFixture[str], shared_data: Path) -> None:
+    """Two hundred requests of a public trace, on real threads, at memory speed."""
+    workload = shared_data / "mooncake_conversation_trace.jsonl"
+    arguments = ["--runner", "pattern", "--workload", str(workload), "--requests", "200", "--fence", "stream"]
+    (mode,) = demo(capsys, "--device", "threads", *arguments)
+
+    assert mode["restored_pages"] > 100
+    assert mode["findings"] == []

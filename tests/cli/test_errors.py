@@ -1,0 +1,137 @@
+"""Bad input gives one clear line on standard error, exit code 2, and leaves nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from hicache_obs.cli import main
+
+QUICK = ["demo", "--device", "virtual", "--requests", "4"]
+
+
+def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The single error line of a run that must fail with exit code 2 and print nothing else."""
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line]
+    assert code == 2
+    assert captured.out == ""
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--fnce", "none"], ["--fnce", "--fence"]),
+        (["--fence", "stram"], ["'stram'", "none", "stream", "page"]),
+        (["--device", "tpu"], ["'tpu'", "cuda", "threads", "virtual"]),
+        (["--schedule", "soon"], ["'soon'", "adversarial"]),
+        (["--runner", "llama"], ["'llama'", "transformer", "pattern"]),
+        (["--requests", "0"], ["--requests", "0", "x>=1"]),
+        (["--requests", "many"], ["--requests", "'many'", "integer"]),
+        (["--serve", "99999"], ["--serve 99999", "0 to 65535"]),
+        (["--device-pages", "100000000"], ["--device-pages 100000000", "GiB", "available"]),
+        (["--host-pages", "100000000"], ["--host-pages 100000000", "GiB", "available"]),
+        (["--device-pages", "2"], ["--device-pages 2", "pages"]),
+        (["--workload", "no/such.jsonl"], ["no/such.jsonl"]),
+        (["--json", "no/such/folder/a.json"], ["--json no/such/folder/a.json", "directory that exists"]),
+        (["--journal", "/proc/journal"], ["--journal /proc/journal", "writable directory"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
+)
+def test_demo_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]) -> None:
+    """The line names the flag, its value and what is allowed."""
+    line = _error(capsys, *QUICK, *arguments)
+
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["no requests"]),
+        ("{}\n", [":1", "input_length"]),
+        ("not json\n", [":1"]),
+        ('{"timestamp": 0, "input_length": 600, "output_length": -3, "hash_ids": [1, 2]}\n', [":1", "-3"]),
+        ('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1]}\n', [":1", "hash_ids"]),
+    ],
+)
+def test_workload_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, parts: list[str]
+) -> None:
+    """The line names the file and the line in it."""
+    workload = tmp_path / "workload.jsonl"
+    workload.write_text(text)
+
+    line = _error(capsys, *QUICK, "--workload", str(workload))
+
+    assert str(workload) in line
+    assert all(part in line for part in parts), line
+
+
+def test_busy_port(capsys: pytest.CaptureFixture[str]) -> None:
+    """The port is taken before anything runs."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        line = _error(capsys, *QUICK, "--serve", str(port))
+
+    assert f"{port}" in line
+    assert "in use" in line
+
+
+def test_a_failed_run_leaves_an_existing_json_file_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The file is written at the end, whole; a run that fails before does not touch it."""
+    result = tmp_path / "result.json"
+    result.write_text('{"old": true}')
+
+    _error(capsys, *QUICK, "--json", str(result), "--device-pages", "100000000")
+
+    assert json.loads(result.read_text()) == {"old": True}
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("a.json", "{", []),
+        ("a.json", '{"steps": [{"id": "s1", "op": "levitate"}]}', ["levitate"]),
+        ("a.bin", "hello", []),
+    ],
+)
+def test_check_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str, parts: list[str]
+) -> None:
+    """A file that is no trace is named."""
+    path = tmp_path / name
+    path.write_text(text)
+
+    line = _error(capsys, "check", str(path))
+
+    assert name in line
+    assert all(part in line for part in parts), line
+
+
+def test_check_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """Usage errors say what is missing."""
+    assert "FILE" in _error(capsys, "check")
+
+
+def test_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad environment variable is named with what is allowed."""
+    monkeypatch.setenv("HICACHE_OBS_POLL_MS", "often")
+
+    line = _error(capsys, *QUICK)
+
+    assert "HICACHE_OBS_POLL_MS" in line
+    assert "'often'" in line
+    assert "10 to 60000" in line
