@@ -219,9 +219,22 @@ class Scheduler:
 
     def _set_fence_streams(self) -> None:
         """Bind the fences to the runner's forward stream of now; a controller without them is left alone."""
+        stream = self._forward_stream()
         for name in ("load_fence_stream", "write_fence_stream"):
             if hasattr(self.controller, name):
-                setattr(self.controller, name, self.runner.forward_stream)
+                setattr(self.controller, name, stream)
+
+    def _forward_stream(self) -> Stream:
+        """The runner's forward stream of now, made to follow the one it replaced, if it did.
+
+        Later rounds read what earlier ones wrote; and a fence on a stream that does not follow the rounds in
+        flight would cover none of them, so this comes before any fence.
+        """
+        stream = self.runner.forward_stream
+        if self._last_forward is not None and self._last_forward.stream_id != stream.stream_id:
+            stream.wait_stream(self._last_forward)
+        self._last_forward = stream
+        return stream
 
     # -- choosing a batch --------------------------------------------------------------------------------------
 
@@ -515,10 +528,7 @@ class Scheduler:
     def _launch(self, batch: ForwardBatch, states: tuple[_State, ...], ticket: Ticket | None) -> _Launched:
         if self.before_launch is not None:
             self.before_launch()
-        stream = self.runner.forward_stream
-        if self._last_forward is not None and self._last_forward.stream_id != stream.stream_id:
-            stream.wait_stream(self._last_forward)  # it was replaced: later rounds read what earlier ones wrote
-        self._last_forward = stream
+        stream = self._forward_stream()
         stream.wait_stream(self.runner.device.current_stream())
         wait: Callable[[int], None] | None = None
         if ticket is not None:

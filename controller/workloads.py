@@ -1,4 +1,4 @@
-"""Requests to serve: read from a trace file, or generated with the figures of a real one.
+"""Requests to serve, and a generator of them with the figures of a real trace.
 
 Traces name prompts by the ids of their blocks of 512 tokens; equal ids are a reusable prefix. Here a block
 becomes one page of ``tokens_per_block`` tokens, so a small model with small pages sees the sharing of the real
@@ -8,26 +8,20 @@ trace, and token counts scale by ``tokens_per_block / 512``. Tokens are made up,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from os import PathLike
 from statistics import NormalDist
-from typing import Annotated, Any, BinaryIO, Final
+from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from hicache_obs.errors import ConfigError, WorkloadError
+from hicache_obs.errors import ConfigError
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
 TRACE_BLOCK: Final = 512
 """Tokens per block in trace files and in the generator's figures."""
-MAX_LINE_BYTES: Final = 2**20
-"""Longest line read; a request of the longest context served today needs a hundredth of it."""
-_MAX_INT: Final = 2**53
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,58 +64,6 @@ class WorkloadStatistics:
     blocks_mean: float
     prefix_hit_share: float
     requests_per_second: float
-
-
-class _Line(msgspec.Struct):
-    """One line of a trace file."""
-
-    timestamp: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT)]
-    input_length: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT)]
-    output_length: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT)]
-    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
-
-
-_LOWEST: Final = {"timestamp": 0, "input_length": 1, "output_length": 1}
-_DECODER: Final = msgspec.json.Decoder(_Line)
-
-
-def load_jsonl(
-    path: str | PathLike[str], *, tokens_per_block: int, vocabulary: int, limit: int | None = None
-) -> list[Request]:
-    """The first ``limit`` requests of a trace file, in order of arrival.
-
-    A line is a JSON object with ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens) and
-    ``hash_ids`` (one per started block of 512 input tokens); other keys are ignored, as are blank lines. Read
-    line by line: memory grows with the requests kept only.
-
-    Args:
-        path: The file.
-        tokens_per_block: Tokens each block stands for here. The partial last block shrinks in proportion and
-            keeps at least one token, the output likewise.
-        vocabulary: Tokens are in ``0..vocabulary - 1``, a fixed function of block id and position.
-        limit: Most lines to read; ``None`` reads all.
-
-    Raises:
-        WorkloadError: The file or a line of it cannot be used; the message names both.
-        ConfigError: An argument is out of range.
-    """
-    _require(tokens_per_block=(tokens_per_block, 1), vocabulary=(vocabulary, 2))
-    if limit is not None:
-        _require(limit=(limit, 1))
-    requests: list[Request] = []
-    try:
-        with open(path, "rb") as file:
-            for line in _lines(file, str(path)):
-                prompt = _prompt(line.hash_ids, line.input_length, tokens_per_block, vocabulary)
-                output = _scaled(line.output_length, tokens_per_block)
-                requests.append(Request(len(requests), line.timestamp, prompt, output))
-                if len(requests) == limit:
-                    break
-    except OSError as error:
-        raise WorkloadError(f"{path}: {error.strerror or error}") from error
-    if not requests:
-        raise WorkloadError(f"{path}: no requests; expected one JSON object per line")
-    return sorted(requests, key=lambda request: request.arrival_ms)
 
 
 def generate(
@@ -171,12 +113,12 @@ def generate(
     Raises:
         ConfigError: An argument is out of range.
     """
-    _require(n=(n, 1), seed=(seed, 0), tokens_per_block=(tokens_per_block, 1), vocabulary=(vocabulary, 2))
-    _require(conversations=(conversations, 1), shared_blocks=(shared_blocks, 0))
+    require(n=(n, 1), seed=(seed, 0), tokens_per_block=(tokens_per_block, 1), vocabulary=(vocabulary, 2))
+    require(conversations=(conversations, 1), shared_blocks=(shared_blocks, 0))
     if max_blocks is not None:
-        _require(max_blocks=(max_blocks, shared_blocks + 1))
+        require(max_blocks=(max_blocks, shared_blocks + 1))
     if max_output is not None:
-        _require(max_output=(max_output, 1))
+        require(max_output=(max_output, 1))
     if not 0 <= reuse <= 1:
         raise ConfigError(f"reuse: {reuse}; expected a share in 0..1")
     positive = {
@@ -200,11 +142,11 @@ def generate(
         if live and random.random() < reuse:
             conversation, length = live.pop(int(random.integers(len(live))))
             added = _log_normal(random, turn_median, turn_sigma, (longest - length) * scale)
-            length += _scaled(added, tokens_per_block)
+            length += scaled(added, tokens_per_block)
         else:
             conversation, started = started, started + 1
             drawn = _log_normal(random, first_input_median, first_input_sigma, longest * scale)
-            length = max(shared + 1, _scaled(drawn, tokens_per_block))
+            length = max(shared + 1, scaled(drawn, tokens_per_block))
         if length < longest:
             live.append((conversation, length))
         if len(live) > conversations:
@@ -216,7 +158,7 @@ def generate(
 
 def statistics(requests: list[Request], *, tokens_per_block: int) -> WorkloadStatistics:
     """Figures of ``requests``, whose blocks have ``tokens_per_block`` tokens."""
-    _require(requests=(len(requests), 1), tokens_per_block=(tokens_per_block, 1))
+    require(requests=(len(requests), 1), tokens_per_block=(tokens_per_block, 1))
     scale = TRACE_BLOCK / tokens_per_block
     inputs = np.array([len(request.prompt) for request in requests]) * scale
     outputs = np.array([request.output_length for request in requests]) * scale
@@ -250,66 +192,14 @@ def _prefix_hits(requests: list[Request], tokens_per_block: int) -> int:
     return hits
 
 
-def _lines(file: BinaryIO, path: str) -> Iterator[_Line]:
-    number = 0
-    while raw := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        where = f"{path}:line {number}"
-        if len(raw) > MAX_LINE_BYTES:
-            raise WorkloadError(f"{where}: longer than {MAX_LINE_BYTES} bytes; expected one request per line")
-        if not raw.strip():
-            continue
-        try:
-            line = _DECODER.decode(raw)
-        except msgspec.DecodeError as error:
-            raise WorkloadError(f"{where}: {_fault(raw, error)}") from error
-        needed = -(-line.input_length // TRACE_BLOCK)
-        if len(line.hash_ids) != needed:
-            raise WorkloadError(
-                f"{where}: hash_ids: {len(line.hash_ids)} ids for an input_length of {line.input_length}; "
-                f"expected {needed}, one per started block of {TRACE_BLOCK} tokens"
-            )
-        yield line
-
-
-def _fault(raw: bytes, error: msgspec.DecodeError) -> str:
-    """What is wrong with a line that was refused: the key, its value, and what is allowed."""
-    try:
-        line: Any = msgspec.json.decode(raw)
-    except msgspec.DecodeError as broken:
-        return f"not JSON: {broken}"
-    if not isinstance(line, dict):
-        return f"{_shown(line)}; expected a JSON object"
-    for key in _Line.__struct_fields__:
-        if key not in line:
-            return f"{key}: missing; expected the keys {', '.join(_Line.__struct_fields__)}"
-    for key, lowest in _LOWEST.items():
-        if not _is_integer(line[key], lowest, _MAX_INT):
-            return f"{key}: {_shown(line[key])}; expected an integer ≥ {lowest}"
-    if not isinstance(line["hash_ids"], list):
-        return f"hash_ids: {_shown(line['hash_ids'])}; expected a list of integers ≥ 0"
-    for i, value in enumerate(line["hash_ids"]):
-        if not _is_integer(value, 0, 2**63 - 1):
-            return f"hash_ids[{i}]: {_shown(value)}; expected an integer ≥ 0"
-    return str(error)
-
-
-def _is_integer(value: object, lowest: int, highest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
-
-
-def _shown(value: object) -> str:
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _require(**arguments: tuple[int, int]) -> None:
+def require(**arguments: tuple[int, int]) -> None:
+    """ConfigError unless each ``name=(value, lowest)`` holds ``value ≥ lowest``."""
     for name, (value, lowest) in arguments.items():
         if value < lowest:
             raise ConfigError(f"{name}: {value}; expected an integer ≥ {lowest}")
 
 
-def _scaled(tokens: float, tokens_per_block: int) -> int:
+def scaled(tokens: float, tokens_per_block: int) -> int:
     """Tokens of 512-token blocks in blocks of ``tokens_per_block``, at least one."""
     return max(1, round(tokens / TRACE_BLOCK * tokens_per_block))
 
@@ -329,9 +219,10 @@ def _tokens(streams: UInt64Array, positions: UInt64Array, vocabulary: int) -> In
     return tokens
 
 
-def _prompt(hash_ids: list[int], input_length: int, tokens_per_block: int, vocabulary: int) -> Int64Array:
+def block_prompt(hash_ids: list[int], input_length: int, tokens_per_block: int, vocabulary: int) -> Int64Array:
+    """``(n,) int64`` made-up tokens of a traced prompt: equal block ids give equal tokens."""
     full = len(hash_ids) - 1
-    length = full * tokens_per_block + _scaled(input_length - full * TRACE_BLOCK, tokens_per_block)
+    length = full * tokens_per_block + scaled(input_length - full * TRACE_BLOCK, tokens_per_block)
     streams = np.array(hash_ids, dtype=np.uint64)[:, None]
     blocks = _tokens(streams, np.arange(tokens_per_block, dtype=np.uint64), vocabulary)
     prompt: Int64Array = blocks.reshape(-1)[:length].copy()

@@ -259,7 +259,7 @@ class MetricsSink:
 
     Args:
         metrics: Where to count.
-        rank: Ranks whose records are analysed.
+        rank: The rank whose records are analysed.
         findings: Count checks, findings and weak orderings.
         costs: Count fences, layer waits and transfers.
         now_ns: Wall clock, nanoseconds since the epoch.

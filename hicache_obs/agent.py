@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost
 from hicache_obs.findings import Finding, Hazard
-from hicache_obs.readers.journal import JournalWriter
+from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.records import DropReason
 
@@ -90,7 +90,7 @@ class Agent:
         """Read, journal and analyse what is there now; returns the number of records. Not for two threads."""
         if self._resolve is not None:
             self._resolve()
-        records = self._reader.read()
+        records = self._reader.poll()
         if records:
             if self._journal is not None:
                 self._journal.write(records)

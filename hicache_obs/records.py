@@ -30,7 +30,7 @@ What ``aux`` and ``a`` to ``d`` hold; what is not named is 0::
 
 A ring file is one header page of ``HEADER_BYTES`` (``RingWord`` names its 64-bit words), ``slots`` slots, and an
 arena of 64-bit page ids. Records and arena positions are numbered from 0 without wrapping; their place in the
-file is the number modulo the size, which is a power of two.
+file is the number modulo the size.
 
 Units: times are integer nanoseconds, sizes integer bytes. ``host_ns`` is the host clock at the call; device
 times arrive later in a ``Times`` record, on the same clock, with a stated error.
@@ -61,7 +61,7 @@ RING_MAGIC: Final = b"hicaring"
 RING_VERSION: Final = 1
 """Changes when a reader of the old layout would misread a new file."""
 MAX_SLOTS: Final = 1 << 24
-MAX_ARENA_WORDS: Final = 1 << 28
+MAX_ARENA_WORDS: Final = 1 << 30
 MAX_REASONS: Final = 16
 ALL_LAYERS: Final = (0, 2**31 - 1)
 """Layer range of an access that does not say which layers it touches. Ranges are half open."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache_obs.analyzer.fence_cost import FenceMeter
@@ -53,6 +53,7 @@ from hicache_obs.records import (
     Times,
     WaitStream,
 )
+from hicache_obs.trace import Names
 
 PRUNE_EVERY: Final = 512
 RECENT_WAITS: Final = 256
@@ -102,19 +103,6 @@ class Totals:
     lost: int = 0
 
 
-@dataclass(slots=True)
-class _Names:
-    streams: dict[StreamId, str] = field(default_factory=dict)
-    sites: dict[int, str] = field(default_factory=dict)
-    engine: str = ""
-
-    def stream(self, stream: StreamId | None) -> str | None:
-        return None if stream is None else self.streams.get(stream, f"stream {stream}")
-
-    def site(self, site: int) -> str:
-        return self.sites.get(site, f"site {site}")
-
-
 class Analyzer:
     """Judges every pair of conflicting accesses of one trace (one process, one rank).
 
@@ -126,7 +114,7 @@ class Analyzer:
         self._sink = sink
         self._order = Order()
         self._shadow = Shadow()
-        self._names = _Names()
+        self._names = Names()
         self._meter = FenceMeter(sink, self._conflict_hazard)
         self._waits: deque[_Wait] = deque(maxlen=RECENT_WAITS)
         self._live: dict[OpId, Operation] = {}
@@ -331,13 +319,9 @@ class Analyzer:
         self._sink.on_lost(record.count, record.reason)
 
     def _on_define(self, record: Define) -> None:
+        self._names.learn(record)
         if record.space is DefineSpace.STREAM:
-            self._names.streams[StreamId(record.id)] = record.text
             self._order.declare(StreamId(record.id), StreamKind(record.value))
-        elif record.space is DefineSpace.SITE:
-            self._names.sites[record.id] = record.text
-        elif record.space is DefineSpace.ENGINE:
-            self._names.engine = record.text
         elif record.space is DefineSpace.POOL:
             self._meter.declare_pool(record.id, record.value)
 
@@ -402,7 +386,7 @@ class Analyzer:
             what=label.what,
             mode=mode.name.lower(),
             site=self._names.site(label.site),
-            stream=self._names.stream(label.stream),
+            stream=None if label.stream is None else self._names.stream(label.stream),
             stream_id=label.stream,
             group=label.number,
             layers=operation.layers,
@@ -414,7 +398,9 @@ class Analyzer:
 
     def _actor_name(self, operation: Operation) -> str:
         label = operation.label
-        return self._names.stream(label.stream) or f"thread {label.thread}"
+        if label.stream is None:
+            return self._names.thread(label.thread)
+        return self._names.stream(label.stream)
 
     def _bound(self) -> None:
         """Give operations whose times are overdue their untimed verdict, so that tables stay bounded."""

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), ExitCode.BAD_INPUT)
     except GateTimeout as error:
         return _fail(str(error), ExitCode.NOTHING_CHECKED)
-    except Exception:
+    except Exception:  # noqa: BLE001 the last resort turns any bug into exit code 70
         traceback.print_exc()
         return _fail("internal error, please report it with the text above", ExitCode.INTERNAL)
 

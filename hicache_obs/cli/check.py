@@ -84,7 +84,7 @@ def _analyse(path: Path) -> _Report:
 
 
 def _show(report: _Report) -> None:
-    click.echo(f"{report.trace.path}: {report.outcome}, {report.pairs_checked} page pairs checked")
+    click.echo(f"{report.trace.source}: {report.outcome}, {report.pairs_checked} page pairs checked")
     for finding in report.keeper.findings[:SHOWN]:
         click.echo("\n" + explain(finding))
     hidden = len(report.keeper.findings) - SHOWN
@@ -96,7 +96,7 @@ def _show(report: _Report) -> None:
 
 def _as_json(report: _Report) -> dict[str, Any]:
     return {
-        "file": str(report.trace.path),
+        "file": str(report.trace.source),
         "outcome": report.outcome,
         "pairs_checked": report.pairs_checked,
         "races": [_race(report.trace, finding) for finding in report.keeper.findings],
@@ -106,7 +106,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
 def _race(trace: Trace, finding: Finding) -> dict[str, Any]:
     spaces = {"device": "pages", "host": "host_pages", "buffer": "buffers"}
     resources: dict[str, list[Any]] = {name: [] for name in spaces.values()}
-    names = trace.buffers if finding.space == "buffer" else {}
+    names = trace.names.buffers if finding.space == "buffer" else {}
     resources[spaces[finding.space]] = [names.get(page, page) for page in finding.pages]
     low, high = finding.layers
     return {

@@ -109,7 +109,18 @@ def command(
     """
     port = _port(serve)
     json_path = _writable(json_file)
-    options = _options(fence, device, schedule, runner, workload, requests, device_pages, host_pages, seed, journal)
+    options = build_options(
+        fence=fence,
+        device=device,
+        schedule=schedule,
+        runner=runner,
+        workload=workload,
+        requests=requests,
+        device_pages=device_pages,
+        host_pages=host_pages,
+        seed=seed,
+        journal=journal,
+    )
     from hicache_obs.exporters.prometheus import Metrics
 
     metrics = Metrics() if port is not None else None
@@ -148,18 +159,24 @@ def _run(options: DemoOptions, metrics: Metrics | None) -> list[ModeResult]:
         return [run.mode(fence, reference) for fence in options.fences]
 
 
-def _options(
-    fence: str,
-    device: str,
-    schedule: str,
-    runner: str,
-    workload: Path | None,
-    requests: int | None,
-    device_pages: int | None,
-    host_pages: int | None,
-    seed: int,
-    journal: Path | None,
+def build_options(
+    *,
+    fence: str = "all",
+    device: str = "auto",
+    schedule: str = "adversarial",
+    runner: str = "transformer",
+    workload: Path | None = None,
+    requests: int | None = None,
+    device_pages: int | None = None,
+    host_pages: int | None = None,
+    seed: int = 0,
+    journal: Path | None = None,
 ) -> DemoOptions:
+    """The demo that these flags ask for; ``None`` takes the runner's default.
+
+    Raises:
+        ConfigError, WorkloadError: A flag, or the file it names, cannot be used.
+    """
     defaults = _Defaults(runner, real=workload is not None)
     work = _workload(workload, requests, defaults, seed)
     fences = FENCES if fence == "all" else (fence,)
@@ -194,9 +211,11 @@ def _options(
 
 
 def _workload(path: Path | None, requests: int | None, defaults: _Defaults, seed: int) -> Sequence[Request]:
-    from hicache_obs.controller.workloads import generate, load_jsonl
+    from hicache_obs.controller.workloads import generate
 
     if path is not None:
+        from hicache_obs.controller.workload_file import load_jsonl
+
         return load_jsonl(path, tokens_per_block=defaults.page_size, vocabulary=VOCABULARY, limit=requests)
     return generate(
         requests or defaults.requests,
@@ -272,9 +291,11 @@ def _remarks(result: ModeResult) -> Iterator[str]:
             "Use more --requests or fewer --device-pages."
         )
     if result.lost:
-        yield f"{result.fence}: {result.lost} records were lost, so verdicts may be missing; raise HICACHE_OBS_RING_SLOTS."
+        lost = f"{result.fence}: {result.lost} records were lost"
+        yield f"{lost}, so verdicts may be missing; raise HICACHE_OBS_RING_SLOTS."
     if result.unexplained_pages:
-        yield f"{result.fence}: {result.unexplained_pages} corrupted pages have no finding: this is a bug in hicache-obs."
+        pages = f"{result.unexplained_pages} corrupted pages"
+        yield f"{result.fence}: {pages} have no finding: this is a bug in hicache-obs."
     if result.verdicts(Verdict.CONTRADICTION):
         yield f"{result.fence}: {result.verdicts(Verdict.CONTRADICTION)} pairs are proven ordered but measured broken."
 

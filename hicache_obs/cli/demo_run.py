@@ -27,7 +27,7 @@ from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.exporters.prometheus import Metrics, MetricsSink
 from hicache_obs.findings import ExitCode, Finding, Verdict, worst
-from hicache_obs.readers.journal import JournalWriter
+from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice, Recorder
 from hicache_obs.recorder.ring import RingWriter
@@ -141,9 +141,9 @@ class ModeResult:
         """Findings are expected without fences, and only there; wrong contents always need a finding."""
         if not self.pairs_checked or self.lost or self.verdicts(Verdict.UNKNOWN):
             return ExitCode.NOTHING_CHECKED
-        surprising = self.unexplained_pages or self.verdicts(Verdict.CONTRADICTION)
+        surprising = self.unexplained_pages + self.verdicts(Verdict.CONTRADICTION)
         if self.fence != "none":
-            surprising = surprising or self.tally.defects or self.corrupted_pages or self.wrong_requests
+            surprising += len(self.tally.defects) + self.corrupted_pages + self.wrong_requests
         return ExitCode.FINDINGS if surprising else ExitCode.CLEAN
 
 

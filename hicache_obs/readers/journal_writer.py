@@ -52,7 +52,10 @@ class JournalWriter:
 
     Args:
         directory: Made if it does not exist.
-        info: Written to the header of each segment.
+        rank: Number of the worker; part of the file names.
+        engine: Name and version of the recorded engine.
+        clock: Name of the clock of ``host_ns``.
+        wall_ns, host_ns: Unix time and host clock, read together.
         segment_bytes: A segment that has grown to this size is followed by a new one.
 
     Raises:
@@ -63,13 +66,17 @@ class JournalWriter:
         self,
         directory: str | os.PathLike[str],
         *,
-        info: JournalInfo | None = None,
+        rank: int = 0,
+        engine: str = "",
+        clock: str = "",
+        wall_ns: int = 0,
+        host_ns: int = 0,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
     ) -> None:
         if segment_bytes < 1:
             raise ConfigError(f"journal segment_bytes={segment_bytes}: must be at least 1")
         self.directory: Final = Path(directory)
-        self._info = info or JournalInfo()
+        self._info = JournalInfo(rank=rank, engine=engine, clock=clock, wall_ns=wall_ns, host_ns=host_ns)
         self._segment_bytes = segment_bytes
         self._segments = 0
         self._written = 0

@@ -160,7 +160,7 @@ class _Decoder:
             TraceError: It is not a record.
             _Overwritten: Its page ids are gone.
         """
-        place = (number & (self._info.slots - 1)) * SLOT_BYTES
+        place = (number % self._info.slots) * SLOT_BYTES
         fields = _SLOT.unpack_from(self._slots, place)
         kind = fields[0]
         if kind >= len(self._makers):
@@ -225,7 +225,7 @@ class _Decoder:
         if count > self._info.arena_words or position + count > self.arena_until:
             raise _Damaged(f"{count} page ids at arena position {position}, which ends at {self.arena_until}")
         words = self._info.arena_words
-        place = position & (words - 1)
+        place = position % words
         first = self._arena[place : place + count]
         ids = first.copy() if len(first) == count else np.concatenate((first, self._arena[: count - len(first)]))
         ids.flags.writeable = False
@@ -329,7 +329,7 @@ class RingReader:
         self._tail = self._until = self._words[RingWord.TAIL]
         self._promised = self._words[RingWord.ARENA_TAIL]
 
-    def poll(self, limit: int = 1 << 16) -> list[AnyRecord]:
+    def read(self, limit: int = 1 << 16) -> list[AnyRecord]:
         """The next records, ``limit`` at most, in the order they were issued. Empty if there are none yet.
 
         The records keep nothing of the ring: their arrays are copies, and its room is free when this returns.
@@ -490,8 +490,8 @@ def _read_info(path: Path, descriptor: int) -> RingInfo:
         raise TraceError(f"{path}: ring layout {version} is newer than {RING_VERSION}, the newest known here; upgrade")
     slots, arena_words = words[RingWord.SLOTS], words[RingWord.ARENA_WORDS]
     for name, value, limit in (("slots", slots, MAX_SLOTS), ("arena words", arena_words, MAX_ARENA_WORDS)):
-        if not 0 < value <= limit or value & (value - 1):
-            raise TraceError(f"{path}: damaged header: {value} {name}; must be a power of two up to {limit}")
+        if not 0 < value <= limit:
+            raise TraceError(f"{path}: damaged header: {value} {name}; must be from 1 to {limit}")
     if version < 1 or words[RingWord.SLOT_BYTES] != SLOT_BYTES:
         raise TraceError(f"{path}: damaged header: layout {version} with {words[RingWord.SLOT_BYTES]} bytes per slot")
     if size < _size_bytes(slots, arena_words):

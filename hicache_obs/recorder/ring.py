@@ -111,8 +111,8 @@ class RingWriter:
     Args:
         path: File to make. It must not exist: a ring of a crashed process is evidence.
         ranks: Which worker of a server this is.
-        slots: Records the ring holds; a power of two.
-        arena_words: Page ids the ring holds; a power of two.
+        slots: Records the ring holds.
+        arena_words: Page ids the ring holds.
         clock: The clock of the records' ``host_ns``, nanoseconds.
         mode: What the mode byte says at first.
 
@@ -140,7 +140,6 @@ class RingWriter:
         )
         self._slots = slots
         self._arena_words = arena_words
-        self._mask = slots - 1
         self._head = 0
         self._full_at = slots
         self._arena_head = self._arena_tail_seen = 0
@@ -219,7 +218,7 @@ class RingWriter:
                 if head >= self._full_at and not self._room(1):
                     self.drop(DropReason.RING_FULL)
                     return False
-                if not self._pack[type(record)](HEADER_BYTES + (head & self._mask) * SLOT_BYTES, record):
+                if not self._pack[type(record)](HEADER_BYTES + (head % self._slots) * SLOT_BYTES, record):
                     self._no_arena()
                     return False
                 self._publish(head + 1)
@@ -289,7 +288,7 @@ class RingWriter:
         for reason in reasons:
             count = self._pending_lost[reason]
             lost = Lost(NO_OP, record.thread, record.host_ns, count, reason)
-            self._lost(HEADER_BYTES + (self._head & self._mask) * SLOT_BYTES, lost)
+            self._lost(HEADER_BYTES + (self._head % self._slots) * SLOT_BYTES, lost)
             self._publish(self._head + 1)
             self._words[RingWord.REPORTED + reason] += count
             self._pending_lost[reason] -= count
@@ -321,7 +320,7 @@ class RingWriter:
             if end - self._arena_tail_seen > words:
                 return None
         self._words[_ARENA_HEAD] = self._arena_head = end  # before the words are overwritten
-        place = start & (words - 1)
+        place = start % words
         if place + count <= words:
             self._arena[place : place + count] = ids
         else:
@@ -480,8 +479,8 @@ def new_ring_path(directory: str | os.PathLike[str], ranks: Ranks = Ranks()) -> 
 
 
 def _check_size(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high or value & (value - 1):
-        raise ConfigError(f"ring {name}={value}: must be a power of two from {low} to {high}")
+    if not low <= value <= high:
+        raise ConfigError(f"ring {name}={value}: must be from {low} to {high}")
 
 
 def _make_file(path: Path, size_bytes: int) -> mmap.mmap:

@@ -55,6 +55,7 @@ _PART: Final = re.compile(r"([wrWR])(\d+(?:,\d+)*)")
 _ORDER: Final = re.compile(r"(?P<left>\w+)(?P<sign><<|<|=|\?|!)(?P<right>\w+|\*)")
 _LOST: Final = re.compile(r"~(\d+)")
 _THREAD: Final = ThreadId(0)
+_Head = tuple[OpId, ThreadId, int]
 STEP_NS: Final = 1000
 """Host time per step."""
 
@@ -78,16 +79,16 @@ class History:
 
     def _step(self, op: OpId, step: str) -> Record:
         self.steps[op] = step
-        head = {"op": op, "thread": _THREAD, "host_ns": op * STEP_NS}
+        head = op, _THREAD, op * STEP_NS
         if match := _OPERATION.fullmatch(step):
             return self._operation(match, head)
         if match := _ORDER.fullmatch(step):
             return self._order(match["left"], match["sign"], match["right"], head, step)
         if match := _LOST.fullmatch(step):
-            return Lost(**head, count=int(match[1]), reason=DropReason.RING_FULL)
+            return Lost(*head, count=int(match[1]), reason=DropReason.RING_FULL)
         raise TraceError(f"history step {step!r}: expected an operation, a wait, a record, a sync or a loss")
 
-    def _operation(self, match: re.Match[str], head: dict[str, int]) -> Record:
+    def _operation(self, match: re.Match[str], head: _Head) -> Record:
         name = match["stream"]
         accesses = tuple(
             Access(
@@ -99,39 +100,32 @@ class History:
         )
         low = match["lo"]
         layers = ALL_LAYERS if low is None else (int(low), int(match["hi"] or low) + 1)
-        fields = {
-            **head,
-            "stream": StreamId(self._id(DefineSpace.STREAM, name)),
-            "site": self._id(DefineSpace.SITE, f"{name} work"),
-            "group": head["op"],
-            "size_bytes": 0,
-            "layers": layers,
-            "accesses": accesses,
-        }
+        stream, site = self._stream(name), self._id(DefineSpace.SITE, f"{name} work")
+        fields = (*head, stream, site, int(head[0]), 0, layers, accesses)
         if name[0] in "LB":
             direction = Direction.HOST_TO_DEVICE if name[0] == "L" else Direction.DEVICE_TO_HOST
-            return Memcpy(**fields, direction=direction)
-        return Kernel(**fields)
+            return Memcpy(*fields, direction=direction)
+        return Kernel(*fields)
 
-    def _order(self, left: str, sign: str, right: str, head: dict[str, int], step: str) -> Record:
+    def _order(self, left: str, sign: str, right: str, head: _Head, step: str) -> Record:
         if sign == "=":
-            return EventRecord(**head, event=self._event(left), stream=self._stream(right))
+            return EventRecord(*head, event=self._event(left), stream=self._stream(right))
         if left == "h":
             if sign in "?!":
-                return EventQuery(**head, event=self._event(right), result=sign == "?")
+                return EventQuery(*head, event=self._event(right), result=sign == "?")
             if right == "*":
-                return HostSync(**head, stream=None)
+                return HostSync(*head, stream=None)
             if right[0].isupper():
-                return HostSync(**head, stream=self._stream(right))
-            return EventSync(**head, event=self._event(right))
+                return HostSync(*head, stream=self._stream(right))
+            return EventSync(*head, event=self._event(right))
         purpose = Purpose.PLAIN
         if sign == "<<":
             purpose = Purpose.WRITE_FENCE if left[0] == "B" else Purpose.LOAD_FENCE
         elif sign != "<":
             raise TraceError(f"history step {step!r}: only the host 'h' can query")
         if right[0].isupper():
-            return WaitStream(**head, waiter=self._stream(left), on=self._stream(right), purpose=purpose)
-        return EventWait(**head, event=self._event(right), stream=self._stream(left), purpose=purpose)
+            return WaitStream(*head, waiter=self._stream(left), on=self._stream(right), purpose=purpose)
+        return EventWait(*head, event=self._event(right), stream=self._stream(left), purpose=purpose)
 
     def _stream(self, name: str) -> StreamId:
         return StreamId(self._id(DefineSpace.STREAM, name))

@@ -22,7 +22,9 @@ def demo(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     assert main(["demo", "--json", "-", *arguments]) == code
     modes = json.loads(capsys.readouterr().out)["modes"]
     assert all(mode.keys() >= KEYS for mode in modes)
-    assert all({"fingerprint", "hazard", "verdict", "count"} <= finding.keys() for m in modes for finding in m["findings"])
+    assert all(
+        {"fingerprint", "hazard", "verdict", "count"} <= finding.keys() for m in modes for finding in m["findings"]
+    )
     return list(modes)
 
 
@@ -77,9 +79,7 @@ def test_eager_reports_the_same_races_as_latent(capsys: pytest.CaptureFixture[st
 
     assert (lucky["violations"], lucky["corrupted_pages"], lucky["wrong_requests"]) == (0, 0, 0)
     assert lucky["latent"] == struck["violations"] + struck["latent"] > 0
-    by_fingerprint = [
-        {f["fingerprint"]: 0 for f in mode["findings"]} for mode in (lucky, struck)
-    ]
+    by_fingerprint = [{f["fingerprint"]: 0 for f in mode["findings"]} for mode in (lucky, struck)]
     assert by_fingerprint[0] == by_fingerprint[1]
 
 

@@ -61,9 +61,7 @@ def test_demo_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], pa
         ('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1]}\n', [":1", "hash_ids"]),
     ],
 )
-def test_workload_lines(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, parts: list[str]
-) -> None:
+def test_workload_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, parts: list[str]) -> None:
     """The line names the file and the line in it."""
     workload = tmp_path / "workload.jsonl"
     workload.write_text(text)
@@ -87,9 +85,7 @@ def test_busy_port(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in use" in line
 
 
-def test_a_failed_run_leaves_an_existing_json_file_alone(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_failed_run_leaves_an_existing_json_file_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The file is written at the end, whole; a run that fails before does not touch it."""
     result = tmp_path / "result.json"
     result.write_text('{"old": true}')

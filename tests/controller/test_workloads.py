@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_obs.controller.workloads import MAX_LINE_BYTES, Request, generate, load_jsonl, statistics
+from hicache_obs.controller.workload_file import MAX_LINE_BYTES, load_jsonl
+from hicache_obs.controller.workloads import Request, generate, statistics
 from hicache_obs.errors import ConfigError, WorkloadError
 
 GOOD = {"timestamp": 5, "input_length": 1000, "output_length": 320, "hash_ids": [0, 7]}

@@ -58,12 +58,16 @@ def test_a_new_record_does_not_move_an_earlier_wait(bench):
 
 def test_a_wait_after_the_new_record_waits_for_it(bench):
     a, b = bench.streams("a b")
-    event = bench.device.Event()
+    event, gate = bench.device.Event(), bench.device.gate()
     event.record(a)
+    gate.hold(a)
     bench.op("second", a)
     event.record(a)
     event.wait(b)
     bench.op("follower", b)
+    assert gate.wait_blocks_or(b, b.record_event(), timeout_s=20)
+    assert gate.blocks(b) == bench.holds
+    gate.open()
     bench.device.synchronize()
     assert bench.ran() == ["second", "follower"]
 

@@ -127,6 +127,12 @@ def test_new_streams_get_their_own_handles_while_the_pool_has_some(device):
     assert device.Stream("d").stream_id in [*handles, 101]
 
 
+def test_a_handle_in_use_is_not_handed_out_again(device, module):
+    with module.stream(FakeStream(module, 102)):
+        assert device.current_stream().stream_id == 102
+    assert device.Stream("a").stream_id == 103  # torch's next would have been 102
+
+
 def test_launch_calls_at_once_between_the_probes_events(device, module):
     calls = module.calls
     probe = device.probe(lambda: calls.append("begin"), lambda: calls.append("end"))

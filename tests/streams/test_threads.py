@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextlib import closing
 
@@ -86,6 +87,12 @@ def test_many_host_threads_share_streams_and_lose_nothing(threads):
 # Gates.
 
 
+def _parked(threads, *streams) -> bool:
+    """Wait until the workers of ``streams`` stand at a wait."""
+    workers = [stream.worker for stream in streams]
+    return threads.device.crew.wait_until(lambda: all(worker.parked for worker in workers), TIMEOUT_S)
+
+
 def test_a_gate_blocks_a_wait_for_what_it_holds(threads):
     a, b = threads.streams("a b")
     gate = threads.device.gate()
@@ -113,6 +120,8 @@ def test_a_gate_does_not_block_a_wait_for_what_is_before_it(threads):
     threads.op("held", a)
     threads.op("free", b)
     done = b.record_event()
+    assert _parked(threads, b)
+    assert not gate.blocks(b)
     assert not gate.wait_blocks_or(b, done, timeout_s=0)
     go.set()
     assert gate.wait_blocks_or(b, done, timeout_s=TIMEOUT_S)
@@ -134,6 +143,7 @@ def test_a_gate_blocks_over_a_chain_of_streams(threads, behind):
     c.wait_stream(b)
     d.wait_stream(c)
     done = d.record_event()
+    assert _parked(threads, c, d)
     assert gate.wait_blocks_or(d, done, timeout_s=TIMEOUT_S if behind else 0) == behind
     assert gate.blocks(d) == behind
     assert gate.blocks(c) == behind
@@ -156,12 +166,17 @@ def test_two_gates_are_told_apart(threads):
 
 
 def test_an_open_gate_lets_everything_pass_and_opens_twice(threads):
-    (a,) = threads.streams("a")
-    gate = threads.device.gate()
+    a, b = threads.streams("a b")
+    gate, go = threads.device.gate(), threading.Event()
     gate.open()
+    threads.run(lambda: go.wait(TIMEOUT_S), a)
     gate.hold(a)
-    threads.op("x", a)
-    a.synchronize()
+    b.wait_stream(a)
+    assert _parked(threads, b)
+    assert not gate.blocks(b)
+    go.set()
+    threads.op("x", b)
+    b.synchronize()
     gate.open()
     assert threads.ran() == ["x"]
 
@@ -221,8 +236,9 @@ def test_an_idle_worker_keeps_nothing_alive():
         gone = weakref.ref(tensor)
         device.launch(lambda tensor=tensor: None, Work("x"))
         del tensor
-        device.synchronize()
-        device.synchronize()
+        give_up = time.monotonic() + TIMEOUT_S
+        while gone() is not None and time.monotonic() < give_up:
+            pass  # asking the device would give its worker something else to hold
         assert gone() is None
 
 

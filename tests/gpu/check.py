@@ -1,0 +1,161 @@
+"""Proves the GPU code on a machine with a GPU: ``make gpu-check``, at most four minutes, no installs.
+
+Needs torch (2.6 or newer) with CUDA, numpy, pyarrow, click, rich and prometheus-client; nvtx, msgspec,
+jsonschema and opentelemetry are optional. Prints one line per check and one JSON object; exit code 0 only if
+every check passed. ``--json FILE`` keeps the object (docs/gpu/ has those of earlier runs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hicache_obs.cli.demo import build_options
+from hicache_obs.cli.demo_run import DemoRun, outcome
+from hicache_obs.errors import StreamError
+from hicache_obs.findings import ExitCode
+from hicache_obs.records import Work
+from hicache_obs.streams import open_device
+
+SPIN = 200_000_000
+"""Cycles a delayed stream spins: about 0.1 s, far longer than a launch takes."""
+
+
+def events() -> dict[str, Any]:
+    """Events behave as the protocol says: snapshot, re-record, never recorded, query, elapsed time."""
+    device = open_device("cuda")
+    slow, other = device.Stream("slow"), device.Stream("other")
+    event, never = device.Event(), device.Event(enable_timing=True)
+    other.wait_event(never)
+    assert never.query()
+    with device.stream(slow):
+        event.record()
+        device.launch(lambda: torch.cuda._sleep(SPIN), Work(site="spin"))
+    other.wait_event(event)  # the snapshot was before the spin
+    other.synchronize()
+    assert not slow.query()
+    event.record(slow)
+    other.wait_event(event)
+    assert not other.query()
+    device.synchronize()
+    assert other.query()
+    try:
+        never.elapsed_time(never)
+    except StreamError:
+        pass
+    else:
+        raise AssertionError("elapsed_time of an event that was never recorded must fail")
+    device.close()
+    return {}
+
+
+def probes() -> dict[str, Any]:
+    """Event pairs give an operation's duration, on the host clock, within their stated error."""
+    device = open_device("cuda")
+    probe = device.probe()
+    before = device.host_ns()
+    device.launch(lambda: torch.cuda._sleep(SPIN), Work(site="spin"), probe=probe)
+    device.synchronize()
+    after = device.host_ns()
+    assert probe.ready()
+    start, end = probe.times_ns()
+    error = device.clock_error_ns
+    assert before - error <= start < end <= after + error, (before, start, end, after, error)
+    device.close()
+    return {"spin_ms": (end - start) / 1e6, "window_ms": (after - before) / 1e6, "clock_error_us": error / 1e3}
+
+
+def gate() -> dict[str, Any]:
+    """A held stream does not run; a stream that waits for it is seen as blocked, one that does not is not."""
+    device = open_device("cuda")
+    writer, fenced, free = device.Stream("writer"), device.Stream("fenced"), device.Stream("free")
+    hold = device.gate()
+    hold.hold(writer)
+    with device.stream(writer):
+        device.launch(lambda: torch.cuda._sleep(1000), Work(site="write"))
+    fenced.wait_stream(writer)
+    done = fenced.record_event()
+    assert hold.wait_blocks_or(fenced, done, timeout_s=5)
+    assert not done.query()
+    passed = free.record_event()
+    assert hold.wait_blocks_or(free, passed, timeout_s=5)
+    assert passed.query()
+    hold.open()
+    device.synchronize()
+    assert done.query()
+    device.close()
+    return {}
+
+
+def demo(runner: str) -> dict[str, Any]:
+    """The demo's three policies on CUDA streams, with the race made certain by the gate."""
+    options = build_options(device="cuda", runner=runner, requests=120 if runner == "transformer" else 150)
+    run = DemoRun(options, progress=lambda *_: None)
+    reference = run.reference()
+    modes = [run.mode(fence, reference) for fence in options.fences]
+    none, *fenced = modes
+    assert none.as_json()["violations"] > 0
+    assert none.corrupted_pages > 0
+    assert outcome(modes) is ExitCode.CLEAN, [mode.as_json() for mode in modes]
+    assert all(mode.pairs_checked > 0 for mode in fenced)
+    return {"modes": [mode.as_json() for mode in modes]}
+
+
+def main() -> int:
+    """Run all checks; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file to write the results to")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu-check: no CUDA device is usable here; run it on a machine with a GPU", file=sys.stderr)
+        return int(ExitCode.NOTHING_CHECKED)
+    checks: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        ("events", events),
+        ("probes", probes),
+        ("gate", gate),
+        ("demo transformer", lambda: demo("transformer")),
+        ("demo pattern", lambda: demo("pattern")),
+    ]
+    results: dict[str, Any] = {"machine": _machine(), "checks": {}}
+    failed = 0
+    for name, check in checks:
+        start = time.perf_counter()
+        try:
+            entry = {"passed": True, **check()}
+        except Exception:
+            entry = {"passed": False, "error": traceback.format_exc()}
+            failed += 1
+        entry["seconds"] = round(time.perf_counter() - start, 2)
+        results["checks"][name] = entry
+        print(f"{'ok  ' if entry['passed'] else 'FAIL'} {name} ({entry['seconds']} s)", flush=True)
+        if not entry["passed"]:
+            print(entry["error"], flush=True)
+    text = json.dumps(results, indent=2)
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n")
+    print(text)
+    return int(ExitCode.FINDINGS if failed else ExitCode.CLEAN)
+
+
+def _machine() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    for package in ("nvtx", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
