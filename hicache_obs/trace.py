@@ -88,7 +88,7 @@ class Trace:
     """Records of one process in issue order; iterate over it, as often as needed.
 
     Attributes:
-        path: Where it was read from.
+        source: Where it was read from, for messages.
         records: All records, ``Define`` records included.
         names: The names they define.
         labels: Names of single operations in the source, such as the step ids of a scenario.
@@ -96,7 +96,7 @@ class Trace:
         notes: What a reader had to leave out, in words for the user. Empty when the source is whole.
     """
 
-    path: str
+    source: str
     records: Sequence[AnyRecord]
     names: Names
     labels: Mapping[OpId, str] = field(default_factory=dict)
@@ -109,18 +109,13 @@ class Trace:
     def __len__(self) -> int:
         return len(self.records)
 
-    @property
-    def buffers(self) -> Mapping[int, str]:
-        """Names of the buffers, by id."""
-        return self.names.buffers
-
     def label(self, op: OpId) -> str:
         """What the source calls operation ``op``; its number in words if it has no name there."""
         return self.labels.get(op, f"op {op}")
 
 
 def make_trace(
-    path: str,
+    source: str,
     records: Sequence[AnyRecord],
     *,
     labels: Mapping[OpId, str] | None = None,
@@ -132,4 +127,4 @@ def make_trace(
     for record in records:
         if isinstance(record, Define):
             names.learn(record)
-    return Trace(path, records, names, labels or {}, planned_ns or {}, notes)
+    return Trace(source, records, names, labels or {}, planned_ns or {}, notes)

@@ -29,7 +29,8 @@ from hicache_obs.exporters.prometheus import Metrics, MetricsSink
 from hicache_obs.findings import ExitCode, Finding, Verdict, worst
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
-from hicache_obs.recorder.recorded import RecordedDevice, Recorder
+from hicache_obs.recorder.recorded import RecordedDevice
+from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.recorder.ring import RingWriter
 from hicache_obs.records import Direction, Mode, device
 from hicache_obs.streams import open_device

@@ -329,7 +329,7 @@ class RingReader:
         self._tail = self._until = self._words[RingWord.TAIL]
         self._promised = self._words[RingWord.ARENA_TAIL]
 
-    def read(self, limit: int = 1 << 16) -> list[AnyRecord]:
+    def poll(self, limit: int = 1 << 16) -> list[AnyRecord]:
         """The next records, ``limit`` at most, in the order they were issued. Empty if there are none yet.
 
         The records keep nothing of the ring: their arrays are copies, and its room is free when this returns.

@@ -67,7 +67,7 @@ from hicache_obs.records import (
 DEFAULT_SLOTS: Final = 1 << 16
 DEFAULT_ARENA_WORDS: Final = 1 << 20
 _REMEMBERED: Final = 64
-"""Arrays whose arena copy may be used again; a round and a restore of many layers need about a dozen."""
+"""At least so many arrays may be used again from the arena; a round and a restore of many layers need a dozen."""
 
 _HEAD: Final = "<BBHIqqqqqqii"
 _pack: Final = struct.Struct(_HEAD).pack_into
@@ -146,6 +146,11 @@ class RingWriter:
         self._arena_low = self._promised = 0
         self._remembered: dict[int, tuple[PageIds, int, int]] = {}
         """By ``id`` of an array: the array (so that the id stays taken), its arena position and length."""
+        self._same_accesses: tuple[Access, ...] | None = None
+        """What ``_same_cells`` belongs to; forgotten whenever an array is."""
+        self._same_cells: list[int] = []
+        self._forgotten = 0
+        """How often arrays were forgotten."""
         self._clock = clock
         self._pending_lost = [0] * len(DropReason)
         self._any_lost = False
@@ -299,6 +304,10 @@ class RingWriter:
 
     def _cells(self, accesses: tuple[Access, ...]) -> list[int] | None:
         """Numbers of the access cells; ``None`` if the arena has no room for the pages."""
+        if accesses is self._same_accesses:  # the layers of one round or transfer
+            return self._same_cells
+        self._same_accesses = None
+        forgotten = self._forgotten
         cells: list[int] = []
         for access in accesses:
             ids = access.ids
@@ -308,6 +317,8 @@ class RingWriter:
                 if known is None:
                     return None
             cells += (access.space, access.mode, access.pool, known[2], known[1])
+        if self._forgotten == forgotten:
+            self._same_accesses, self._same_cells = accesses, cells
         return cells
 
     def _store(self, ids: PageIds) -> tuple[PageIds, int, int] | None:
@@ -330,26 +341,29 @@ class RingWriter:
         remembered = self._remembered
         remembered[id(ids)] = known = (ids, start, count)
         # At most half the arena stays taken by remembered arrays, so that reading always frees the other half.
-        if len(remembered) > _REMEMBERED or end - self._arena_low > words // 2:
+        if len(remembered) > 2 * _REMEMBERED or end - self._arena_low > words // 2:
             self._forget(end)
         return known
 
     def _forget(self, end: int) -> None:
-        """Forget the oldest arrays until few enough words are taken."""
+        """Forget the oldest arrays, more than needed, so that this is rare."""
+        self._same_accesses = None
+        self._forgotten += 1
         remembered = self._remembered
-        keep_from = end - self._arena_words // 2
-        while remembered:
-            oldest = next(iter(remembered))
-            self._arena_low = remembered[oldest][1]
-            if len(remembered) <= _REMEMBERED and self._arena_low >= keep_from:
+        keep_from = end - self._arena_words // 4
+        excess = len(remembered) - _REMEMBERED
+        for number, (key, (_, start, _)) in enumerate(list(remembered.items())):
+            if number >= excess and start >= keep_from:
+                self._arena_low = start
                 return
-            del remembered[oldest]
+            del remembered[key]
         self._arena_low = end
 
     def _no_arena(self) -> None:
         """Drop a record for want of arena, and let the reader free all of it: the next may be as large."""
         self.drop(DropReason.ARENA_FULL)
         self._remembered.clear()
+        self._same_accesses = None
         self._words[_ARENA_LOW] = self._promised = self._arena_low = self._arena_head
 
     # -- one method per kind, in the order of ``records.KINDS`` ----------------------------------------------

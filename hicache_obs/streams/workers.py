@@ -42,11 +42,11 @@ class Crew:
         self._watchers = 0
 
     def hire(self, name: str) -> Worker:
-        """A new worker with its thread running. StreamError once closed."""
+        """A new worker, its thread running; named by its number for want of a name. StreamError once closed."""
         with self.lock:
             if self.closed:
                 raise StreamError(f"Stream {name!r}: the device is closed")
-            worker = Worker(self, name)
+            worker = Worker(self, name or f"stream {len(self.workers)}")
             self.workers.append(worker)
             worker.thread.start()
         return worker

@@ -288,6 +288,7 @@ def test_stream_ids_differ_and_a_legacy_stream_cannot_be_made(bench):
     streams = [bench.device.current_stream(), *bench.streams("a b c")]
     assert len({stream.stream_id for stream in streams}) == 4
     assert [stream.name for stream in streams] == ["default", "a", "b", "c"]
+    assert bench.device.Stream().name.startswith("stream ")
     with pytest.raises(StreamError, match=r"Stream\(kind=LEGACY\) on device"):
         bench.device.Stream("x", kind=StreamKind.LEGACY)
 

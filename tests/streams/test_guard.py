@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from hicache_obs.errors import StreamError  # noqa: E402 after the skip
-from hicache_obs.records import Work  # noqa: E402 after the skip
-from hicache_obs.streams.guard import PoolGuard  # noqa: E402 after the skip
+from hicache_obs.errors import StreamError
+from hicache_obs.records import Work
+from hicache_obs.streams.guard import PoolGuard
 
 
 @pytest.fixture

@@ -1,0 +1,598 @@
+"""The recorder: turns stream calls into records, in issue order, without ever getting in the engine's way.
+
+Every hook is called in the engine's thread, around the engine's call. A hook never raises, never waits for the
+device and does no I/O; what goes wrong in it is counted, logged once, and after ``MAX_FAILURES`` in a row recording
+switches itself off. An operation gets its id and its place in the ring in one step, so the ring is in id order.
+
+What a host thread learns by a call that returns later than it was made (a query, a sync) is recorded only as far
+as it is certain: if somebody recorded the event again, or queued work on the stream, during the call, then what
+was complete is not what a record written now would say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
+from hicache_obs.recorder.ring import RecordSink
+from hicache_obs.records import (
+    ALL_LAYERS,
+    NO_OP,
+    Access,
+    AnyRecord,
+    Define,
+    DefineSpace,
+    DropReason,
+    EventId,
+    EventQuery,
+    EventRecord,
+    EventSync,
+    EventWait,
+    HostAccess,
+    HostSync,
+    Kernel,
+    Memcpy,
+    OpId,
+    PageAlloc,
+    PageFree,
+    Purpose,
+    RecordStream,
+    Space,
+    StreamId,
+    StreamKind,
+    ThreadId,
+    Times,
+    WaitStream,
+    Work,
+)
+from hicache_obs.streams.protocol import Device, Probe, Stream
+
+MAX_FAILURES: Final = 16
+MAX_SITES: Final = 4096
+MAX_STREAMS: Final = 1 << 16
+DEFAULT_MAX_PENDING: Final = 1 << 14
+
+_LOG: Final = logging.getLogger(__name__)
+Build = Callable[[OpId, ThreadId, int], AnyRecord | None]
+_Pending = tuple[OpId, ThreadId, Probe, Device]
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderCounters:
+    """What a recorder has done so far.
+
+    Attributes:
+        launches: Kernels recorded.
+        copies: Copies recorded.
+        waits: ``wait_stream`` and ``wait_event`` calls recorded.
+        ranges_opened, ranges_closed: NVTX ranges, counted whether or not a tool is attached.
+        pairs_resolved: Operations whose device times are known.
+        pairs_dropped: Operations whose device times will never be known.
+        uncertain: Queries and syncs left out, because something else happened during the call.
+        errors: Failures inside the recorder.
+        hook_ns: Time the engine's threads have spent in hooks.
+    """
+
+    launches: int = 0
+    copies: int = 0
+    waits: int = 0
+    ranges_opened: int = 0
+    ranges_closed: int = 0
+    pairs_resolved: int = 0
+    pairs_dropped: int = 0
+    uncertain: int = 0
+    errors: int = 0
+    hook_ns: int = 0
+
+
+class _Me(threading.local):
+    """The calling thread's number, and whether its name is in the ring."""
+
+    number = -1
+    defined = False
+
+
+class EventState:
+    """What a recorder keeps per event. ``version`` is odd while a record of it is being made."""
+
+    __slots__ = ("event_id", "known_to", "version")
+
+    def __init__(self, event_id: EventId) -> None:
+        self.event_id: Final = event_id
+        self.version = 0
+        self.known_to: set[int] = set()
+        """Threads that know the current record to be complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMark:
+    """What was queued when a sync of a stream was called."""
+
+    last: int
+    marker: EventId | None
+
+
+class Recorder:
+    """Makes the records of one process. Any thread may call any method.
+
+    A record is made before the device's call, so host threads that use one stream at the same moment, without
+    any order between them, may be recorded the other way round than the device saw them.
+
+    Args:
+        sink: Where the records go; a ``RingWriter``.
+        clock: The observed device's ``host_ns``.
+        ranges: NVTX ranges; chosen for this process by default.
+        max_pending: Operations that may wait for their device times. Beyond that the oldest never gets any.
+    """
+
+    def __init__(
+        self,
+        sink: RecordSink,
+        *,
+        clock: Callable[[], int],
+        ranges: Ranges | None = None,
+        max_pending: int = DEFAULT_MAX_PENDING,
+    ) -> None:
+        self._sink = sink
+        self._clock = clock
+        self._ranges = open_ranges() if ranges is None else ranges
+        self._max_pending = max_pending
+        self._pending: deque[_Pending] = deque()
+        """Operations whose device times are not known yet, in issue order."""
+        # Re-entrant: a signal handler may use the engine while its own thread is in a hook.
+        self._lock = threading.RLock()
+        self._tally_lock = threading.RLock()
+        self._resolving = threading.Lock()
+        self._busy = False
+        self._on = True
+        self._me = _Me()
+        self._threads = 0
+        self._next_op = 0
+        self._events = itertools.count(1)
+        self._sites: dict[str, int] = {}
+        self._streams: set[int] = set()
+        self._last_on: dict[int, int] = {}
+        """Last operation queued on each stream, records and waits included."""
+        self._markers: dict[tuple[int, int], EventId] = {}
+        """Own events, by thread and stream: they mark what a sync covers."""
+        self._stream_known: dict[tuple[int, int], int] = {}
+        self._row_of_failures = 0
+        self._launches = self._copies = self._waits = self._opened = self._closed = 0
+        self._resolved = self._unresolved = self._uncertain = self._errors = self._hook_ns = 0
+
+    @property
+    def on(self) -> bool:
+        """False once too many failures have switched recording off, or the sink is closed."""
+        return self._on and self._sink.writable
+
+    @property
+    def ranges(self) -> Ranges:
+        """The NVTX ranges in use."""
+        return self._ranges
+
+    @property
+    def counters(self) -> RecorderCounters:
+        """A snapshot."""
+        with self._lock, self._tally_lock:
+            return RecorderCounters(
+                launches=self._launches,
+                copies=self._copies,
+                waits=self._waits,
+                ranges_opened=self._opened,
+                ranges_closed=self._closed,
+                pairs_resolved=self._resolved,
+                pairs_dropped=self._unresolved,
+                uncertain=self._uncertain,
+                errors=self._errors,
+                hook_ns=self._hook_ns,
+            )
+
+    # -- for the engine --------------------------------------------------------------------------------------
+
+    def define_engine(self, name_and_version: str) -> None:
+        """State which engine is recorded; part of every fingerprint."""
+        self.define(DefineSpace.ENGINE, 0, name_and_version)
+
+    def define_pool(self, name: str, layers: int, *, pool: int = 0, space: Space = Space.DEVICE) -> None:
+        """State the name and layer count of a page pool."""
+        self.define(DefineSpace.POOL if space is Space.DEVICE else DefineSpace.HOST_POOL, pool, name, layers)
+
+    def define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> None:
+        """Give an id a name."""
+        self._emit(lambda _, thread, now: Define(NO_OP, thread, now, space, number, text, value), uses_op=False)
+
+    def page_alloc(self, owner: int, access: Access) -> None:
+        """An allocator hands out pages to ``owner``."""
+        self._emit(lambda op, thread, now: PageAlloc(op, thread, now, owner, access))
+
+    def page_free(self, owner: int, access: Access) -> None:
+        """``owner`` gives pages back."""
+        self._emit(lambda op, thread, now: PageFree(op, thread, now, owner, access))
+
+    def host_access(self, site: str, accesses: tuple[Access, ...], *, layers: tuple[int, int] = ALL_LAYERS) -> None:
+        """The calling thread itself reads or writes memory that the device also uses, here and now."""
+        self._emit(lambda op, thread, now: HostAccess(op, thread, now, self._site(site), layers, accesses))
+
+    # -- hooks: called before the device's call unless they say otherwise ------------------------------------
+
+    def work(self, device: Device, work: Work, *, timed: bool = True) -> Probe | None:
+        """``work`` is launched on the current stream. The probe is for the launch call."""
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            stream = self._queue_on(device.current_stream(), op)
+            site = self._site(work.site)
+            if work.direction is None:
+                return Kernel(op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses)
+            return Memcpy(
+                op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses, work.direction
+            )
+
+        name = RangeName.SEGMENT if work.direction is None else RangeName.COPY
+        return self._emit(build, device if timed else None, name)
+
+    def wait_event(
+        self, device: Device, stream: Stream, event: EventState, purpose: Purpose, *, timed: bool = True
+    ) -> Probe | None:
+        """``stream`` is told to wait for ``event``. The probe is for the wait call."""
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            return EventWait(op, thread, now, event.event_id, self._queue_on(stream, op), purpose)
+
+        return self._emit(build, device if timed else None, RangeName.WAIT_EVENT)
+
+    def wait_stream(
+        self, device: Device, waiter: Stream, on: Stream, purpose: Purpose, *, timed: bool = True
+    ) -> Probe | None:
+        """``waiter`` is told to wait for ``on``. The probe is for the wait call."""
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            return WaitStream(op, thread, now, self._queue_on(waiter, op), self._queue_on(on, op), purpose)
+
+        return self._emit(build, device if timed else None, RangeName.WAIT_STREAM)
+
+    def abandon(self, probe: Probe | None) -> None:
+        """The call that ``probe`` was for has failed: its times will never come."""
+        if probe is None or not self.on:
+            return
+        with self._lock:
+            for item in reversed(self._pending):
+                if item[2] is probe:
+                    self._pending.remove(item)
+                    self._unresolved += 1
+                    return
+
+    def begin_event_record(self, event: EventState, stream: Callable[[], Stream]) -> None:
+        """``event`` is recorded on the stream that ``stream()`` gives. Partner of ``end_event_record``."""
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            return EventRecord(op, thread, now, event.event_id, self._queue_on(stream(), op))
+
+        if not self.on:
+            return  # without the lock: in a forked child it may be held for ever
+        with self._lock:
+            event.version += 1
+            event.known_to.clear()
+        self._emit(build)
+
+    def end_event_record(self, event: EventState) -> None:
+        """The device's call has returned or failed. Partner of ``begin_event_record``."""
+        if not self.on:
+            return
+        with self._lock:
+            event.version += 1
+
+    def event_queried(self, event: EventState, version: int, result: bool) -> None:
+        """A query of ``event`` has returned; ``version`` is from before the call."""
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord | None:
+            if thread in event.known_to:
+                return None
+            if result:
+                if not self._settled(event, version):
+                    return None
+                event.known_to.add(thread)
+            return EventQuery(op, thread, now, event.event_id, result)
+
+        self._emit(build)
+
+    def event_synchronized(self, event: EventState, version: int) -> None:
+        """A synchronize of ``event`` has returned; ``version`` is from before the call."""
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord | None:
+            if not self._settled(event, version):
+                return None
+            event.known_to.add(thread)
+            return EventSync(op, thread, now, event.event_id)
+
+        self._emit(build)
+
+    def begin_stream_sync(self, stream: Stream) -> StreamMark | None:
+        """A synchronize of ``stream`` is about to block. Partner of ``end_stream_sync``."""
+        if not self.on:
+            return None
+        marker: EventId | None = None
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            nonlocal marker
+            marker = self._marker(thread, stream)
+            return EventRecord(op, thread, now, marker, self._stream(stream))
+
+        with self._lock:
+            if self._threads > 1:  # others may queue work meanwhile: an event of our own marks what this call covers
+                self._emit(build)
+            return StreamMark(self.last_on(stream), marker)
+
+    def end_stream_sync(self, stream: Stream, mark: StreamMark | None) -> None:
+        """The synchronize has returned. Partner of ``begin_stream_sync``."""
+        if mark is None:
+            return
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord | None:
+            if self.last_on(stream) == mark.last:
+                return HostSync(op, thread, now, self._stream(stream))
+            if mark.marker is not None:
+                return EventSync(op, thread, now, mark.marker)
+            self._uncertain += 1
+            return None
+
+        self._emit(build)
+
+    def begin_device_sync(self) -> dict[int, int]:
+        """A synchronize of all streams is about to block. Partner of ``end_device_sync``."""
+        if not self.on:
+            return {}
+        with self._lock:
+            return dict(self._last_on)
+
+    def end_device_sync(self, queued: dict[int, int]) -> None:
+        """The synchronize has returned. Partner of ``begin_device_sync``."""
+        if not self.on:
+            return
+        with self._lock:
+            quiet = [stream for stream, last in self._last_on.items() if queued.get(stream, -1) == last]
+            if len(quiet) == len(self._last_on):
+                self._emit(lambda op, thread, now: HostSync(op, thread, now, None))
+                return
+            self._uncertain += 1
+        for stream in quiet:
+            self._emit(lambda op, thread, now, s=stream: HostSync(op, thread, now, StreamId(s)))  # type: ignore[misc] # a default binds the loop variable
+
+    def last_on(self, stream: Stream) -> int:
+        """Last operation queued on ``stream``; for ``stream_queried``."""
+        return self._last_on.get(stream.stream_id, -1)
+
+    def stream_queried(self, stream: Stream, last: int, result: bool) -> None:
+        """A query of ``stream`` has returned; ``last`` is from before the call.
+
+        There is no record of its own for this: true means what a record made now and then queried would mean.
+        """
+        if not result or not self.on:
+            return
+        with self._lock:
+            key = (self._me.number, stream.stream_id)
+            if self._stream_known.get(key) == last:
+                return
+            if self.last_on(stream) != last:
+                self._uncertain += 1
+                return
+            self._stream_known[key] = last
+            self._emit(
+                lambda op, thread, now: EventRecord(op, thread, now, self._marker(thread, stream), self._stream(stream))
+            )
+            self._emit(lambda op, thread, now: EventQuery(op, thread, now, self._marker(thread, stream), True))
+
+    def record_stream(self, tensor: object, stream: Stream) -> None:
+        """``stream`` uses ``tensor``'s memory."""
+        self._emit(lambda op, thread, now: RecordStream(op, thread, now, _storage_id(tensor), self._stream(stream)))
+
+    def new_event(self) -> EventState:
+        """For an event that the engine makes."""
+        return EventState(EventId(next(self._events)))
+
+    def new_stream(self, stream: Stream) -> None:
+        """The engine made ``stream``; its handle may have had another name before."""
+        if not self.on:
+            return
+        with self._lock:
+            self._streams.discard(stream.stream_id)
+
+    # -- for the agent ---------------------------------------------------------------------------------------
+
+    def resolve(self) -> int:
+        """Append the device times that have become known, in issue order; returns how many. Any thread.
+
+        Call it at 10 Hz or less. It stops at the first operation that is not complete yet.
+        """
+        if not self._resolving.acquire(blocking=False):
+            return 0
+        count = 0
+        try:
+            while self._sink.writable and self._pending:
+                try:
+                    op, thread, probe, device = item = self._pending.popleft()
+                except IndexError:
+                    break
+                try:
+                    ready = probe.ready()
+                    start_ns, end_ns = probe.times_ns() if ready else (0, 0)
+                    error_ns = device.clock_error_ns
+                except Exception as error:  # noqa: BLE001 a device error must not end the agent
+                    self._give_up()
+                    self._failed(error)
+                    continue
+                if not ready:
+                    self._pending.appendleft(item)
+                    break
+                self._sink.append(Times(op, thread, self._clock(), start_ns, end_ns, error_ns))
+                count += 1
+            self._sink.beat(self._clock())
+        finally:
+            with self._lock:
+                self._resolved += count
+            self._resolving.release()
+        return count
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _emit(
+        self, build: Build, device: Device | None = None, name: RangeName | None = None, *, uses_op: bool = True
+    ) -> Probe | None:
+        """Append what ``build`` makes, and count it; a probe if it was kept and ``device`` is given."""
+        started = time.perf_counter_ns()
+        if not (self._on and self._sink.writable):
+            return None
+        try:
+            with self._lock:
+                if self._busy:
+                    self._sink.drop(DropReason.RECORDER_ERROR)
+                    return None
+                self._busy = True
+                try:
+                    op = OpId(self._next_op)
+                    thread = self._thread()
+                    record = build(op, thread, self._clock())
+                    if record is None:
+                        return None
+                    if uses_op:
+                        self._next_op = op + 1
+                    kept = self._sink.append(record)
+                    self._row_of_failures = 0
+                    if not kept or name is None:
+                        return None
+                    if name is RangeName.SEGMENT:
+                        self._launches += 1
+                    elif name is RangeName.COPY:
+                        self._copies += 1
+                    else:
+                        self._waits += 1
+                    return None if device is None else self._probe(device, op, thread, name)
+                finally:
+                    self._busy = False
+                    self._hook_ns += time.perf_counter_ns() - started
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            self._failed(error)
+            return None
+
+    def _probe(self, device: Device, op: OpId, thread: ThreadId, name: RangeName) -> Probe:
+        probe = device.probe(partial(self._open_range, name, op), self._close_range)
+        if len(self._pending) >= self._max_pending:
+            try:
+                self._pending.popleft()
+            except IndexError:  # the agent was faster
+                pass
+            else:
+                self._give_up()
+        self._pending.append((op, thread, probe, device))
+        return probe
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._unresolved += 1
+        self._sink.drop(DropReason.UNRESOLVED)
+
+    def _open_range(self, name: RangeName, op: OpId) -> None:
+        try:
+            self._ranges.push(name, op)
+            with self._tally_lock:
+                self._opened += 1
+        except Exception as error:  # noqa: BLE001 this runs inside the device
+            self._failed(error)
+
+    def _close_range(self) -> None:
+        try:
+            self._ranges.pop()
+            with self._tally_lock:
+                self._closed += 1
+        except Exception as error:  # noqa: BLE001 this runs inside the device
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        try:
+            with self._lock:
+                self._errors += 1
+                self._row_of_failures += 1
+                first = self._errors == 1
+                off = self._on and self._row_of_failures >= MAX_FAILURES
+                if off:
+                    self._on = False
+                self._sink.drop(DropReason.RECORDER_ERROR)
+            if first:
+                _LOG.warning("hicache-obs: recording failed, the engine is not affected", exc_info=error)
+            if off:
+                _LOG.error("hicache-obs: recording is off after %d failures in a row", MAX_FAILURES)
+        except Exception:  # noqa: BLE001 the last line of defence
+            pass
+
+    def _settled(self, event: EventState, version: int) -> bool:
+        """Whether no record of ``event`` was made since ``version``, nor was being made then."""
+        if event.version == version and not version & 1:
+            return True
+        self._uncertain += 1
+        return False
+
+    def _thread(self) -> ThreadId:
+        me = self._me
+        if me.number < 0:
+            me.number = self._threads
+            self._threads += 1
+        if not me.defined:
+            name = threading.current_thread().name
+            me.defined = self._define(DefineSpace.THREAD, me.number, name)
+        return ThreadId(me.number)
+
+    def _stream(self, stream: Stream) -> StreamId:
+        handle = stream.stream_id
+        if handle not in self._streams:
+            if len(self._streams) >= MAX_STREAMS:
+                self._streams.clear()
+            kind = getattr(stream, "kind", StreamKind.NONBLOCKING)
+            if self._define(DefineSpace.STREAM, handle, stream.name, kind):
+                self._streams.add(handle)
+        return handle
+
+    def _queue_on(self, stream: Stream, op: OpId) -> StreamId:
+        """Name of ``stream``, on which ``op`` is being queued."""
+        handle = self._stream(stream)
+        if len(self._last_on) >= MAX_STREAMS:
+            self._last_on.clear()
+            self._stream_known.clear()
+        self._last_on[handle] = op
+        return handle
+
+    def _site(self, name: str) -> int:
+        site = self._sites.get(name)
+        if site is not None:
+            return site
+        if len(self._sites) >= MAX_SITES:
+            return MAX_SITES
+        site = len(self._sites)
+        if self._define(DefineSpace.SITE, site, name):
+            self._sites[name] = site
+        return site
+
+    def _marker(self, thread: ThreadId, stream: Stream) -> EventId:
+        key = (thread, stream.stream_id)
+        marker = self._markers.get(key)
+        if marker is None:
+            if len(self._markers) >= MAX_STREAMS:
+                self._markers.clear()
+            marker = self._markers[key] = EventId(next(self._events))
+        return marker
+
+    def _define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> bool:
+        thread = ThreadId(max(0, self._me.number))
+        return self._sink.append(Define(NO_OP, thread, self._clock(), space, number, text, value))
+
+
+def _storage_id(tensor: Any) -> int:
+    """The address of the tensor's memory, which is what the allocator hands out; the object's without storage."""
+    storage = getattr(tensor, "untyped_storage", None)
+    return id(tensor) if storage is None else int(storage().data_ptr())
