@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_obs.errors import ControllerError, OutOfPages
-from hicache_obs.records import PageIds
+from hicache_obs.records import Mode, PageIds
+
+
+@dataclass(slots=True)
+class _Stamps:
+    """Highest tickets of one stream per page: of any use, and of writes."""
+
+    used: npt.NDArray[np.int64]
+    written: npt.NDArray[np.int64]
+    highest: int = 0
+
+    @classmethod
+    def empty(cls, pages: int) -> _Stamps:
+        return cls(np.zeros(pages, dtype=np.int64), np.zeros(pages, dtype=np.int64))
+
+    def put(self, table: npt.NDArray[np.int64], ids: PageIds, ticket: int) -> None:
+        if ticket >= self.highest:  # the rule; a plain store is half the price of a maximum
+            table[ids] = ticket
+        else:
+            table[ids] = np.maximum(table[ids], ticket)
 
 
 class PageAllocator:
@@ -17,7 +37,8 @@ class PageAllocator:
 
     The free list is a stack in host memory. A page just freed is the likeliest to be in a cache still, and its
     immediate reuse is what makes a missing fence visible: with a queue, a page would rest for a whole turn of
-    the pool before anybody could write it again, and races would hide.
+    the pool before anybody could write it again, and races would hide. Pages evicted from a cache are cold: they
+    are freed to the bottom and rest there until the warm ones are used up.
 
     Handing out and taking back a page is bookkeeping: it orders nothing on any stream. That is what the stamps
     are for: each page remembers, per stream, the ticket of the last operation that was launched on it, so a
@@ -39,8 +60,7 @@ class PageAllocator:
         self._position: PageIds = np.zeros(pages, dtype=np.int64)
         self._groups = 0
         self._deferred: list[PageIds] = []
-        self._stamps: dict[int, npt.NDArray[np.int64]] = {}
-        self._highest: dict[int, int] = {}
+        self._stamps: dict[int, _Stamps] = {}
 
     @property
     def available(self) -> int:
@@ -70,8 +90,12 @@ class PageAllocator:
         self._used[ids] = True
         return ids
 
-    def free(self, ids: PageIds) -> None:
+    def free(self, ids: PageIds, *, cold: bool = False) -> None:
         """Take back ``ids``, the last one on top; partner of ``alloc``. Inside ``free_group``: at its end.
+
+        Args:
+            ids: ``(n,) int64`` pages handed out before.
+            cold: Put them under all free pages instead, at once, also inside a group.
 
         Raises:
             ControllerError: An id is out of range, not handed out, or named twice.
@@ -86,7 +110,12 @@ class PageAllocator:
         if not self._used[ids].all() or count > self.pages or (self._position[ids] != position).any():
             raise ControllerError(self._double_free(ids))
         self._used[ids] = False
-        if self._groups:
+        if cold:
+            top = self._top + count
+            self._stack[count:top] = self._stack[: self._top].copy()
+            self._stack[:count] = ids[::-1]
+            self._top = top
+        elif self._groups:
             self._deferred.append(ids.copy())
         else:
             self._push(ids)
@@ -107,11 +136,17 @@ class PageAllocator:
                     self._push(ids)
                 self._deferred.clear()
 
-    def stamp(self, ids: PageIds, stream_key: int, ticket: int) -> None:
+    def stamp(self, ids: PageIds, stream_key: int, ticket: int, *, mode: Mode = Mode.WRITE) -> None:
         """Note that the operation ``ticket`` of ``stream_key`` uses ``ids``; a page keeps its highest ticket.
 
         Tickets of one stream are positive and increase with each launched operation. Each stream seen costs
-        8 bytes per page, so keys must be few: streams, not operations.
+        16 bytes per page, so keys must be few: streams, not operations.
+
+        Args:
+            ids: ``(n,) int64`` pages.
+            stream_key: The stream's handle.
+            ticket: The operation.
+            mode: Whether it writes the pages, or reads them only.
         """
         if ticket < 1:
             raise ControllerError(f"{self.name} pool: ticket {ticket}; expected an integer ≥ 1")
@@ -120,20 +155,23 @@ class PageAllocator:
         self._check_range(ids)
         stamps = self._stamps.get(stream_key)
         if stamps is None:
-            stamps = self._stamps[stream_key] = np.zeros(self.pages, dtype=np.int64)
-            self._highest[stream_key] = 0
-        if ticket >= self._highest[stream_key]:  # the rule; a plain store is half the price of a maximum
-            self._highest[stream_key] = ticket
-            stamps[ids] = ticket
-        else:
-            stamps[ids] = np.maximum(stamps[ids], ticket)
+            stamps = self._stamps[stream_key] = _Stamps.empty(self.pages)
+        stamps.put(stamps.used, ids, ticket)
+        if mode is Mode.WRITE:
+            stamps.put(stamps.written, ids, ticket)
+        stamps.highest = max(stamps.highest, ticket)
 
-    def last_uses(self, ids: PageIds) -> dict[int, int]:
-        """Highest ticket on any of ``ids``, for each stream key stamped so far; 0 = that stream never used them."""
+    def last_uses(self, ids: PageIds, mode: Mode = Mode.WRITE) -> dict[int, int]:
+        """What an access to ``ids`` must not overtake: for each stream key stamped so far the highest ticket.
+
+        A write conflicts with every use, a read with writes only. 0 = that stream never conflicts.
+        """
         if not len(ids):
             return dict.fromkeys(self._stamps, 0)
         self._check_range(ids)
-        return {key: int(stamps[ids].max()) for key, stamps in self._stamps.items()}
+        if mode is Mode.WRITE:
+            return {key: int(stamps.used[ids].max()) for key, stamps in self._stamps.items()}
+        return {key: int(stamps.written[ids].max()) for key, stamps in self._stamps.items()}
 
     def _push(self, ids: PageIds) -> None:
         top = self._top + len(ids)

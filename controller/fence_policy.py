@@ -3,7 +3,7 @@
 =========  ================================================================================================
 none       nothing: the bug
 stream     everything queued on the forward stream so far: SGLang's fix, one ``wait_stream``
-page       per stream, the last launched operation that used one of the pages, if it may still be running
+page       per stream, the last launched operation that conflicts on one of the pages, if it may still run
 =========  ================================================================================================
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.errors import ConfigError
-from hicache_obs.records import PageIds, Purpose
+from hicache_obs.records import Mode, PageIds, Purpose
 from hicache_obs.streams.protocol import Event, Stream
 
 
@@ -98,8 +98,12 @@ class PageFence:
     name: str = "page"
 
     def fence(self, transfer_stream: Stream, fence_stream: Stream | None, pages: PageIds, purpose: Purpose) -> None:
-        """Wait, per stream, for the newest operation in flight that used one of ``pages``."""
-        for stream_key, ticket in self.allocator.last_uses(pages).items():
+        """Wait, per stream, for the newest operation in flight that conflicts on one of ``pages``.
+
+        A load-back writes the pages and conflicts with every use; a write-back reads them: with writes only.
+        """
+        mode = Mode.WRITE if purpose is Purpose.LOAD_FENCE else Mode.READ
+        for stream_key, ticket in self.allocator.last_uses(pages, mode).items():
             event = self.in_flight.event(stream_key, ticket)
             if event is not None and stream_key != transfer_stream.stream_id:
                 transfer_stream.wait_event(event, purpose=purpose)

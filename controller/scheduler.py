@@ -36,7 +36,7 @@ from hicache_obs.controller.model_runner import ModelRunner
 from hicache_obs.controller.radix_cache import Node, RadixCache
 from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ControllerError, OutOfPages
-from hicache_obs.records import PageIds
+from hicache_obs.records import Mode, PageIds
 from hicache_obs.streams.protocol import Stream
 
 ACK_DISTANCE: Final = 2
@@ -201,8 +201,8 @@ class Scheduler:
         if batch is not None:
             launched = self._launch(batch, states, ticket)
             if batch.mode is BatchMode.EXTEND:
-                for state in states:
-                    self._cache_prompt(state)
+                for state, cached in zip(states, batch.prefix_lens.tolist(), strict=True):
+                    self._cache_prompt(state, cached)
             self._set_fence_streams()
             self.controller.start_writing(self._step)
         if self._launched is not None:
@@ -323,7 +323,7 @@ class Scheduler:
         if missing > 0:
             evicted = self.radix.evict_device(missing).pages
             self.counters.evicted_device_pages += len(evicted)
-            self._free(-1, evicted)
+            self._free(-1, evicted, cold=True)
         return True
 
     def _alloc(self, owner: int, count: int) -> tuple[PageIds, Int64Array]:
@@ -332,10 +332,10 @@ class Scheduler:
             self.on_alloc(owner, pages)
         return pages, self.ledger.open(count)
 
-    def _free(self, owner: int, pages: PageIds) -> None:
+    def _free(self, owner: int, pages: PageIds, *, cold: bool = False) -> None:
         if self.on_free is not None and len(pages):
             self.on_free(owner, pages)
-        self.device_pages.free(pages)
+        self.device_pages.free(pages, cold=cold)
 
     def _grow(self, state: _State, count: int) -> None:
         pages, tenancies = self._alloc(state.request.request_id, count)
@@ -351,8 +351,7 @@ class Scheduler:
 
     def _release(self, state: _State, *, cache: bool) -> None:
         """Hand the request's full pages to the tree (or not) and free the rest, stamped with its last round."""
-        pages = self._pages(state)
-        self.device_pages.stamp(pages, state.last_stream, state.last_round)
+        self._stamp(state, state.launched_len - 1)
         # The newest token's KV is written by the overrun row: it is not part of the cached sequence.
         full = min(len(state.tokens) - 1, state.launched_len) // self.radix.page_size
         left = self._insert(state, full) if cache else self._owned(state)
@@ -361,6 +360,13 @@ class Scheduler:
         self._free_slots.append(state.slot)
         self._version += 1
         state.alive = False
+
+    def _stamp(self, state: _State, kept: int) -> None:
+        """Stamp the request's pages with its newest round, which writes past the first ``kept`` tokens."""
+        pages = self._pages(state)
+        written = pages[kept // self.radix.page_size :]
+        self.device_pages.stamp(pages, state.last_stream, state.last_round, mode=Mode.READ)
+        self.device_pages.stamp(written, state.last_stream, state.last_round)
 
     def _pages(self, state: _State) -> PageIds:
         pages: PageIds = self._table[state.slot, : state.page_count].copy()
@@ -416,9 +422,12 @@ class Scheduler:
             end = start
         self._version += 1
 
-    def _cache_prompt(self, state: _State) -> None:
-        """The launched round writes the prompt's KV: share its full pages, free those that were duplicates."""
-        self.device_pages.stamp(self._pages(state), state.last_stream, state.last_round)
+    def _cache_prompt(self, state: _State, cached: int) -> None:
+        """The launched round writes the prompt's KV past its first ``cached`` tokens: share the full pages.
+
+        Pages whose contents the tree already has are duplicates and are freed.
+        """
+        self._stamp(state, cached)
         full = state.launched_len // self.radix.page_size
         left = self._insert(state, full)
         self._free(state.request.request_id, left[: len(left) - (state.page_count - full)])

@@ -122,5 +122,5 @@ class Agent:
         try:
             while not self._stop.wait(self._period_s):
                 self.poll()
-        except BaseException as error:  # handed to the thread that calls finish
+        except BaseException as error:  # noqa: BLE001 handed to the thread that calls finish
             self._failure = error

@@ -245,8 +245,9 @@ class Analyzer:
         return cause, None
 
     def _conflict_hazard(self, earlier: Operation, later: Operation) -> Hazard | None:
-        """Hazard a fence between the two prevents, ``None`` if they share no page."""
-        overlaps = self._shadow.shared(later.group, earlier.group)
+        """Hazard a fence between the two prevents, ``None`` if they share no device page."""
+        shared = self._shadow.shared(later.group, earlier.group)
+        overlaps = tuple(overlap for overlap in shared if overlap.space is Space.DEVICE)
         return _hazard(overlaps, earlier, later) if overlaps else None
 
     # -- order -----------------------------------------------------------------------------------------------
@@ -302,15 +303,15 @@ class Analyzer:
             self._raced.difference_update((access.space, access.pool, page) for page in access.ids.tolist())
 
     def _on_times(self, record: Times) -> None:
-        self._meter.on_times(record)
         operation = self._live.pop(record.op, None)
-        if operation is None:
-            return
-        operation.start_ns = record.start_ns
-        operation.end_ns = record.end_ns
-        operation.error_ns = record.error_ns
-        self._settle_all(record.op)
-        self._check_measured(operation)
+        if operation is not None:
+            operation.start_ns = record.start_ns
+            operation.end_ns = record.end_ns
+            operation.error_ns = record.error_ns
+        self._meter.on_times(record)  # it looks at the operation's times
+        if operation is not None:
+            self._settle_all(record.op)
+            self._check_measured(operation)
 
     def _on_lost(self, record: Lost) -> None:
         if record.reason is not DropReason.UNRESOLVED:  # only device times are missing: no edge, no access

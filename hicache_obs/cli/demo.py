@@ -32,6 +32,22 @@ DEFAULT_PORT: Final = 9464
 VOCABULARY: Final = 512
 
 
+ROWS: Final = (
+    "rounds",
+    "restored pages",
+    "pages checked",
+    "violations (operation pairs)",
+    "latent races",
+    "corrupted pages (by content)",
+    "wrong requests",
+    "fences",
+    "fence wait p50",
+    "fence wait p99",
+    "avoidable wait, all fences",
+    "throughput",
+)
+
+
 class _Defaults:
     """Sizes per runner: small enough to show pressure on the device pool, large enough for many restores."""
 
@@ -235,23 +251,11 @@ def _workload(path: Path | None, requests: int | None, defaults: _Defaults, seed
 def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult]) -> None:
     where = options.device + (f", schedule {options.schedule}" if options.device == "virtual" else "")
     table = Table(title=f"{len(options.requests)} requests, {options.engine.runner}, {where}", title_justify="left")
-    table.add_column("fence")
-    for name in (
-        "rounds",
-        "restored\npages",
-        "pages\nchecked",
-        "violations",
-        "latent",
-        "corrupted\npages",
-        "wrong\nrequests",
-        "fence wait\np50 ms",
-        "fence wait\np99 ms",
-        "avoidable\nms",
-        "tokens/s",
-    ):
-        table.add_column(name, justify="right")
+    table.add_column("fence policy")
     for result in results:
-        table.add_row(*_row(result))
+        table.add_column(result.fence, justify="right")
+    for name, values in zip(ROWS, zip(*(_column(result) for result in results), strict=True), strict=True):
+        table.add_row(name, *values)
     console.print(table)
     shown = next((defect for result in results if (defect := result.first()) is not None), None)
     if shown is None:
@@ -265,22 +269,26 @@ def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult])
             console.print(line, markup=False, soft_wrap=True)
 
 
-def _row(result: ModeResult) -> list[str]:
-    bad = result.verdicts(Verdict.VIOLATION)
+def _column(result: ModeResult) -> list[str]:
+    """Values of ``ROWS``."""
     return [
-        result.fence,
         f"{result.rounds:,}",
         f"{result.restored_pages:,}",
         f"{result.pages_checked:,}",
-        f"[bold red]{bad:,}[/]" if bad else "0",
+        _alarm(result.verdicts(Verdict.VIOLATION)),
         f"{result.verdicts(Verdict.LATENT):,}",
-        f"[bold red]{result.corrupted_pages:,}[/]" if result.corrupted_pages else "0",
-        f"[bold red]{result.wrong_requests:,}[/]" if result.wrong_requests else "0",
-        f"{result.cost.fence_wait_ns(0.5) / 1e6:.3f}",
-        f"{result.cost.fence_wait_ns(0.99) / 1e6:.3f}",
-        f"{result.cost.avoidable_ns / 1e6:.2f}",
-        f"{result.output_tokens / result.seconds:,.0f}" if result.seconds else "-",
+        _alarm(result.corrupted_pages),
+        _alarm(result.wrong_requests),
+        f"{result.cost.fences:,}",
+        f"{result.cost.fence_wait_ns(0.5) / 1e6:.3f} ms",
+        f"{result.cost.fence_wait_ns(0.99) / 1e6:.3f} ms",
+        f"{result.cost.avoidable_ns / 1e6:.2f} ms",
+        f"{result.output_tokens / result.seconds:,.0f} tokens/s" if result.seconds else "-",
     ]
+
+
+def _alarm(count: int) -> str:
+    return f"[bold red]{count:,}[/]" if count else "0"
 
 
 def _remarks(result: ModeResult) -> Iterator[str]:

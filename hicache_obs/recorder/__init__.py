@@ -1,1 +1,20 @@
-"""What runs inside an observed process: ring file, NVTX ranges, event timing, stream hooks."""
+"""Everything that runs inside an observed process: ring, NVTX ranges, event timing, stream and event hooks."""
+
+from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, RangeStatus, open_ranges
+from hicache_obs.recorder.recorded import RecordedDevice, observe
+from hicache_obs.recorder.recorder import Recorder, RecorderCounters
+from hicache_obs.recorder.ring import RecordSink, RingWriter, new_ring_path
+
+__all__ = [
+    "RangeName",
+    "RangeStatus",
+    "Ranges",
+    "RecordSink",
+    "RecordedDevice",
+    "Recorder",
+    "RecorderCounters",
+    "RingWriter",
+    "new_ring_path",
+    "observe",
+    "open_ranges",
+]

@@ -40,6 +40,9 @@ class RangeName(enum.IntEnum):
         return self.name.lower()
 
 
+_MESSAGES: Final = tuple(name.message for name in RangeName)
+
+
 class RangeStatus(enum.Enum):
     """What becomes of the ranges."""
 
@@ -116,7 +119,7 @@ class ModuleRanges:
 
     def push(self, name: RangeName, op: int) -> None:
         """See ``Ranges.push``."""
-        self._nvtx.push_range(name.message, color="blue", domain=DOMAIN, payload=op)
+        self._nvtx.push_range(_MESSAGES[name], color="blue", domain=DOMAIN, payload=op)
 
     def pop(self) -> None:
         """See ``Ranges.pop``."""

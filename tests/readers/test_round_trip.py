@@ -1,0 +1,228 @@
+"""Whatever is written to a ring or a journal is read back field by field, and arrays that were one object still are."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache_obs.readers.journal import JournalWriter, read_journal
+from hicache_obs.readers.ring import RingReader, read_ring
+from hicache_obs.recorder.ring import RingWriter, cut_text
+from hicache_obs.records import (
+    KINDS,
+    MAX_TEXT_BYTES,
+    Access,
+    Define,
+    DefineSpace,
+    Direction,
+    DropReason,
+    EventQuery,
+    EventRecord,
+    EventSync,
+    EventWait,
+    HostAccess,
+    HostSync,
+    Kernel,
+    Lost,
+    Memcpy,
+    Mode,
+    PageAlloc,
+    PageFree,
+    Purpose,
+    RecordStream,
+    Space,
+    Times,
+    WaitStream,
+)
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+OP = st.integers(-1, 2**63 - 1)
+LAYERS = st.tuples(st.integers(0, 80), st.integers(1, 2**31 - 1))
+ARRAY = st.one_of(
+    st.lists(st.integers(0, 2**40), max_size=12, unique=True),
+    st.builds(lambda start, count: list(range(start, start + count)), st.integers(0, 2**40), st.integers(0, 40)),
+    st.lists(INT64, max_size=4, unique=True),
+).map(lambda ids: np.array(ids, dtype=np.int64))
+
+
+@st.composite
+def histories(draw, min_size=0, max_size=30):
+    """Records that share arrays out of a small stock, as an engine's do."""
+    arrays = st.sampled_from(draw(st.lists(ARRAY, min_size=1, max_size=5)))
+    access = st.builds(Access, st.sampled_from(Space), st.sampled_from(Mode), arrays, st.integers(0, 2**16 - 1))
+    base = (OP, st.integers(0, 2**32 - 1), INT64)
+    several = st.lists(access, max_size=4).map(tuple)
+    work = (*base, INT64, INT64, INT64, INT64, LAYERS, several)
+    define = st.builds(Define, *base, st.sampled_from(DefineSpace), INT64, st.text(max_size=16), INT64)
+    record = st.one_of(
+        st.builds(Kernel, *work),
+        st.builds(Memcpy, *work, st.sampled_from(Direction)),
+        st.builds(EventRecord, *base, INT64, INT64),
+        st.builds(EventWait, *base, INT64, INT64, st.sampled_from(Purpose)),
+        st.builds(WaitStream, *base, INT64, INT64, st.sampled_from(Purpose)),
+        st.builds(EventQuery, *base, INT64, st.booleans()),
+        st.builds(EventSync, *base, INT64),
+        st.builds(HostSync, *base, st.none() | INT64),
+        st.builds(HostAccess, *base, INT64, LAYERS, several),
+        st.builds(PageAlloc, *base, INT64, access),
+        st.builds(PageFree, *base, INT64, access),
+        st.builds(RecordStream, *base, INT64, INT64),
+        st.builds(Times, *base, INT64, INT64, INT64),
+        st.builds(Lost, *base, INT64, st.sampled_from(DropReason)),
+        define.filter(lambda r: r.space is not DefineSpace.STREAM),
+        st.builds(Define, *base, st.just(DefineSpace.STREAM), INT64, st.text(max_size=16), st.sampled_from([0, 1, 2])),
+    )
+    return draw(st.lists(record, min_size=min_size, max_size=max_size))
+
+
+def accesses(record):
+    return (record.access,) if isinstance(record, (PageAlloc, PageFree)) else getattr(record, "accesses", ())
+
+
+def assert_same(expected, found):
+    """Equal field by field, types of enums included, arrays by content; and the same arrays are shared."""
+    assert [type(record) for record in found] == [type(record) for record in expected]
+    for want, got in zip(expected, found, strict=True):
+        for field in type(want).__struct_fields__:
+            if field not in ("access", "accesses"):
+                assert getattr(got, field) == getattr(want, field), field
+                assert type(getattr(got, field)) is type(getattr(want, field)), field
+        assert len(accesses(got)) == len(accesses(want))
+        for a, b in zip(accesses(want), accesses(got), strict=True):
+            assert (b.space, b.mode, b.pool) == (a.space, a.mode, a.pool)
+            assert isinstance(b.space, Space)
+            assert isinstance(b.mode, Mode)
+            assert b.ids.dtype == np.int64
+            assert b.ids.tolist() == a.ids.tolist()
+
+
+def sharing(records):
+    """Which accesses carry the same array object, empty ones aside."""
+    first: dict[int, int] = {}
+    arrays = [access.ids for record in records for access in accesses(record) if len(access.ids)]
+    return [first.setdefault(id(ids), number) for number, ids in enumerate(arrays)]
+
+
+def test_the_strategy_makes_every_kind():
+    seen = set()
+
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(histories())
+    def collect(history):
+        seen.update(type(record) for record in history)
+
+    collect()
+    assert seen == set(KINDS)
+
+
+@settings(deadline=None, max_examples=150)
+@given(histories())
+def test_ring(history):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.ring"
+        writer = RingWriter(path, slots=64, arena_words=4096)
+        reader = RingReader(path)
+        assert all(writer.append(record) for record in history)
+        left_behind = read_ring(path)
+        found = reader.poll()
+        assert reader.poll() == []
+        writer.close()
+        reader.close()
+    assert_same(history, found)
+    assert sharing(found) == sharing(history)
+    assert_same(history, list(left_behind))
+    assert sharing(left_behind) == sharing(history)
+    assert left_behind.notes == ()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(histories(min_size=1, max_size=8), max_size=5), st.sampled_from([1, 2000, 1 << 20]))
+def test_journal(batches, segment_bytes):
+    with tempfile.TemporaryDirectory() as folder:
+        writer = JournalWriter(folder, segment_bytes=segment_bytes)
+        for batch in batches:
+            writer.write(batch)
+        writer.close()
+        found = read_journal(folder)
+    assert_same([record for batch in batches for record in batch], list(found))
+    assert found.notes == ()
+    start = 0
+    for batch in batches:
+        assert sharing(found.records[start : start + len(batch)]) == sharing(batch)
+        start += len(batch)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    histories(max_size=60),
+    st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    st.sampled_from([8, 12, 16]),
+    st.sampled_from([16, 24, 64]),
+)
+def test_a_small_ring_loses_records_but_never_mixes_them_up(history, reads, slots, words):
+    """Reads ``reads[i]`` records (0: none) after the i-th write; what arrives is what was kept, and losses add up."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.ring"
+        writer = RingWriter(path, slots=slots, arena_words=words)
+        reader = RingReader(path)
+        history = [record for record in history if not isinstance(record, Lost)]
+        kept, found = [], []
+        for number, record in enumerate(history):
+            if writer.append(record):
+                kept.append(record)
+            limit = reads[number % len(reads)]
+            if limit:
+                found += reader.poll(limit)
+        while more := reader.poll(3):
+            found += more
+        assert reader.poll() == []  # what was promised meanwhile is free now
+        end = EventSync(1, 2, 3, 4)
+        assert writer.append(end)
+        found += reader.poll()
+        dropped = writer.dropped
+        assert dropped == reader.dropped
+        writer.close()
+        reader.close()
+    assert_same([*kept, end], [record for record in found if not isinstance(record, Lost)])
+    stated = dict.fromkeys(dropped, 0)
+    for record in found:
+        if isinstance(record, Lost):
+            stated[record.reason] += record.count
+    assert stated == dropped
+    assert sum(dropped.values()) == len(history) - len(kept)
+    for mine, theirs in zip(sharing_pairs(kept), sharing_pairs(found), strict=True):
+        assert theirs <= mine  # never shared without having been shared
+
+
+def sharing_pairs(records):
+    arrays = [a.ids for r in records if not isinstance(r, Lost) for a in accesses(r) if len(a.ids)]
+    return [{j for j in range(i) if arrays[j] is arrays[i]} for i in range(len(arrays))]
+
+
+@given(st.text(max_size=80))
+def test_a_long_text_is_cut_on_a_character_boundary(text):
+    cut = cut_text(text)
+    assert len(cut) <= MAX_TEXT_BYTES
+    whole = text.encode("utf-8", "replace")
+    assert cut == whole if len(whole) <= MAX_TEXT_BYTES else len(cut) > MAX_TEXT_BYTES - 4
+    assert text.encode("utf-8", "replace").decode().startswith(cut.decode())
+
+
+def test_a_long_text_survives_a_ring(tmp_path):
+    writer = RingWriter(tmp_path / "x.ring", slots=8, arena_words=16)
+    writer.append(Define(0, 0, 0, DefineSpace.SITE, 3, "é" * 40, 0))
+    (define,) = read_ring(tmp_path / "x.ring")
+    assert define.text == "é" * 32
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_stay_cheap_to_make(kind):
+    """Not dataclasses: making one must not cost a fifth of a round's budget."""
+    assert not hasattr(kind, "__dataclass_fields__")
+    assert not hasattr(kind, "__dict__") or "__dict__" not in kind.__dict__
