@@ -87,10 +87,16 @@ def build_engine(device: Device, config: EngineConfig, requests: Sequence[Reques
     """An engine on ``device`` sized for ``requests``.
 
     Raises:
-        ConfigError: An unknown runner or policy, or a pool larger than memory.
+        ConfigError: An unknown runner or policy, a pool larger than memory, or one too small for a request.
     """
     if config.runner not in RUNNERS:
         raise ConfigError(f"--runner {config.runner}: unknown runner; expected one of {', '.join(RUNNERS)}")
+
+    largest = max((_pages(request, config.page_size) for request in requests), default=0)
+    if largest > config.device_pages:
+        raise ConfigError(
+            f"--device-pages {config.device_pages}: the longest request needs {largest} pages; expected at least that"
+        )
 
     def layout(pages: int) -> KVLayout:
         return KVLayout(config.layers, pages, config.page_size, config.heads, config.head_dim)
@@ -114,5 +120,10 @@ def build_engine(device: Device, config: EngineConfig, requests: Sequence[Reques
 
 
 def _tenancies(config: EngineConfig, requests: Sequence[Request]) -> int:
-    pages = sum(-(-(len(r.prompt) + r.output_length + 1) // config.page_size) for r in requests)
+    pages = sum(_pages(request, config.page_size) for request in requests)
     return TENANCIES_PER_PAGE * (pages + config.device_pages)
+
+
+def _pages(request: Request, page_size: int) -> int:
+    """Pages of a request that runs alone, its overrun row included."""
+    return -(-(len(request.prompt) + request.output_length + 1) // page_size)

@@ -42,14 +42,15 @@ def explain(finding: Finding) -> str:
     title = f"{finding.fingerprint}  {finding.verdict.value.upper()}  {finding.hazard.value}"
     if finding.secondary:
         title += "  (secondary: one of these pages had raced before)"
+    zero = min((side.start_ns for side in (finding.earlier, finding.later) if side.start_ns is not None), default=0)
     lines = [
         title,
         "",
         _STORY.get(finding.hazard, _DEFAULT_STORY),
         "",
         f"  {finding.space} pages {_ids(finding.pages)}{_layers(finding.layers)}",
-        f"  earlier  {_access(finding.earlier)}",
-        f"  later    {_access(finding.later)}",
+        f"  earlier  {_access(finding.earlier, zero)}",
+        f"  later    {_access(finding.later, zero)}",
         f"  measured {_measured(finding)}",
         f"  proof    {_proof(finding)}",
         f"  fix      {_fix(finding)}",
@@ -57,12 +58,13 @@ def explain(finding: Finding) -> str:
     return "\n".join(lines)
 
 
-def _access(access: AccessInfo) -> str:
+def _access(access: AccessInfo, zero_ns: int) -> str:
+    """Who, what, where, and when in microseconds since ``zero_ns``, the start of the first of the two."""
     where = f"stream '{access.stream}'" if access.stream is not None else f"host thread {access.thread}"
     number = f" {'round' if access.what == 'forward' else 'transfer'} {access.group}"
     when = ""
     if access.start_ns is not None and access.end_ns is not None:
-        when = f", ran {access.start_ns / 1e3:,.1f} to {access.end_ns / 1e3:,.1f} us"
+        when = f", ran from {(access.start_ns - zero_ns) / 1e3:,.1f} to {(access.end_ns - zero_ns) / 1e3:,.1f} us"
     what = access.what + (number if access.stream is not None else "")
     which = f"op {access.op} ({access.site}){_layers(access.layers)}"
     return f"{what} {_VERB[access.mode]} them on {where}, {which}{when}"

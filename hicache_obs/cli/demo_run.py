@@ -203,12 +203,18 @@ class DemoRun:
         options: What to run.
         progress: Told how far each run is.
         metrics: Fed live: findings and checks from check runs, fence and transfer costs from cost runs.
+
+    Raises:
+        ConfigError: A setting in the environment is not allowed.
     """
 
     def __init__(self, options: DemoOptions, *, progress: Progress, metrics: Metrics | None = None) -> None:
         self._options = options
         self._progress = progress
         self._metrics = metrics
+        self._ring_slots = read_setting("ring_slots")[0]
+        self._arena_ids = read_setting("arena_ids")[0]
+        self._poll_s = read_setting("poll_ms")[0] / 1e3
 
     def reference(self) -> dict[int, list[int]]:
         """Output tokens of the run without host tier, by request id. Nothing is recorded."""
@@ -303,12 +309,7 @@ class DemoRun:
         options = self._options
         with self._device(schedule) as bare, tempfile.TemporaryDirectory(prefix="hicache-obs-") as folder:
             path = Path(folder) / "rank0.ring"
-            ring = RingWriter(
-                path,
-                slots=read_setting("ring_slots")[0],
-                arena_words=read_setting("arena_ids")[0],
-                clock=bare.host_ns,
-            )
+            ring = RingWriter(path, slots=self._ring_slots, arena_words=self._arena_ids, clock=bare.host_ns)
             recorder = Recorder(ring, clock=bare.host_ns)
             recorder.define_engine(ENGINE)
             recorder.define_pool("kv", options.engine.layers)
@@ -320,17 +321,13 @@ class DemoRun:
             writer = None
             if journal and options.journal is not None:
                 writer = JournalWriter(options.journal / fence, engine=ENGINE)
-            agent = Agent(
-                RingReader(path),
-                analyzer,
-                resolve=recorder.resolve,
-                journal=writer,
-                period_s=read_setting("poll_ms")[0] / 1e3,
-            )
+            reader = RingReader(path)
+            agent = Agent(reader, analyzer, resolve=recorder.resolve, journal=writer, period_s=self._poll_s)
             try:
                 yield engine, agent, analyzer
             finally:
                 ring.close()
+                reader.close()
 
 
 def outcome(results: Sequence[ModeResult]) -> ExitCode:

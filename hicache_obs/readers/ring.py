@@ -337,24 +337,17 @@ class RingReader:
         Raises:
             TraceError: The file is damaged; the same record is met again by the next call.
         """
-        words, decoder = self._words, self._decoder
-        if self._tail >= self._until:
-            # The promise before the head: every record it does not cover is then below the head.
-            self._promised = words[RingWord.ARENA_LOW]
-            self._until = words[RingWord.HEAD]
-            decoder.arena_until = words[RingWord.ARENA_HEAD]
-            decoder.arena_from = max(0, decoder.arena_until - self.info.arena_words)
-            if not 0 <= self._until - self._tail <= self.info.slots:
-                raise TraceError(f"{self.path}: damaged header: {self._tail} records read of {self._until} written")
-        stop = min(self._until, self._tail + max(0, limit))
-        try:
-            records = [decoder.record(number) for number in range(self._tail, stop)]
-        except _Overwritten:
-            raise TraceError(f"{self.path}: damaged: a record refers to page ids that are gone") from None
-        self._tail = words[RingWord.TAIL] = stop
-        if stop == self._until:
-            words[RingWord.ARENA_TAIL] = self._promised
-            decoder.forget(self._promised)
+        records: list[AnyRecord] = []
+        while len(records) < limit:
+            known = self._tail
+            try:
+                self._read(records, limit - len(records))
+            except TraceError:
+                if records:
+                    break  # those are good; the next call raises
+                raise
+            if self._tail == known:
+                break
         return records
 
     @property
@@ -381,6 +374,27 @@ class RingReader:
     @mode.setter
     def mode(self, mode: CaptureMode) -> None:
         self._words[RingWord.MODE] = mode
+
+    def _read(self, records: list[AnyRecord], limit: int) -> None:
+        """Append the next ``limit`` records at most; at the end of what was there, free what nothing refers to."""
+        words, decoder = self._words, self._decoder
+        if self._tail >= self._until:
+            # The promise before the head: every record it does not cover is then below the head.
+            self._promised = words[RingWord.ARENA_LOW]
+            self._until = words[RingWord.HEAD]
+            decoder.arena_until = words[RingWord.ARENA_HEAD]
+            decoder.arena_from = max(0, decoder.arena_until - self.info.arena_words)
+            if not 0 <= self._until - self._tail <= self.info.slots:
+                raise TraceError(f"{self.path}: damaged header: {self._tail} records read of {self._until} written")
+        stop = min(self._until, self._tail + limit)
+        try:
+            records += [decoder.record(number) for number in range(self._tail, stop)]
+        except _Overwritten:
+            raise TraceError(f"{self.path}: damaged: a record refers to page ids that are gone") from None
+        self._tail = words[RingWord.TAIL] = stop
+        if stop == self._until:
+            words[RingWord.ARENA_TAIL] = self._promised
+            decoder.forget(self._promised)
 
     def close(self) -> None:
         """Unmap the file. What was not read stays in it. Idempotent."""

@@ -55,10 +55,10 @@ def test_demo_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], pa
     ("text", "parts"),
     [
         ("", ["no requests"]),
-        ("{}\n", [":1", "input_length"]),
-        ("not json\n", [":1"]),
-        ('{"timestamp": 0, "input_length": 600, "output_length": -3, "hash_ids": [1, 2]}\n', [":1", "-3"]),
-        ('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1]}\n', [":1", "hash_ids"]),
+        ("{}\n", ["line 1", "input_length"]),
+        ("not json\n", ["line 1"]),
+        ('{"timestamp": 0, "input_length": 600, "output_length": -3, "hash_ids": [1, 2]}\n', ["line 1", "-3"]),
+        ('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1]}\n', ["line 1", "hash_ids"]),
     ],
 )
 def test_workload_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, parts: list[str]) -> None:
