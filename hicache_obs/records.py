@@ -34,6 +34,7 @@ file is the number modulo the size.
 
 Records are ``msgspec`` structs, not dataclasses: a frozen dataclass of nine fields takes 1 µs to make, which is a
 fifth of the budget of a whole round, and a struct 0.1. They hold no cycles, so the garbage collector skips them.
+Where ``msgspec`` is not installed they are dataclasses after all.
 
 Units: times are integer nanoseconds, sizes integer bytes. ``host_ns`` is the host clock at the call; device
 times arrive later in a ``Times`` record, on the same clock, with a stated error.
@@ -44,11 +45,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, NewType
+from typing import TYPE_CHECKING, Final, NewType
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+
+if TYPE_CHECKING:
+    from msgspec import Struct
+else:
+    try:
+        from msgspec import Struct
+    except ModuleNotFoundError:
+        from hicache_obs._struct import Struct
 
 OpId = NewType("OpId", int)
 StreamId = NewType("StreamId", int)

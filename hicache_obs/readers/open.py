@@ -8,7 +8,6 @@ from typing import Final
 
 from hicache_obs.errors import TraceError
 from hicache_obs.readers.ring import read_ring
-from hicache_obs.readers.scenario import read_scenario
 from hicache_obs.records import RING_MAGIC
 from hicache_obs.trace import Trace
 
@@ -42,6 +41,8 @@ def open_trace(path: str | os.PathLike[str], *, rank: int | None = None) -> Trac
 
         return read_journal(target)
     if start.lstrip().startswith(b"{"):
+        from hicache_obs.readers.scenario import read_scenario  # the only reader that needs msgspec
+
         return read_scenario(target)
     raise TraceError(
         f"{target}: not a ring file, a journal (directory or .arrows segment) or a scenario (JSON); "

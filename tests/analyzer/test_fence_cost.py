@@ -1,0 +1,158 @@
+"""What a fence waited, and how much of it exact edges would have saved: worked numbers, in nanoseconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_obs.analyzer import Analyzer
+from hicache_obs.costs import FenceCost, TransferKind
+from hicache_obs.findings import Hazard
+from hicache_obs.records import Define, DefineSpace, OpId, Purpose, ThreadId, Times, WaitStream
+from hicache_obs.testing import History, RecordingSink
+
+
+def measure(text: str, times: dict[int, tuple[int, int]], *, layers: int = 0) -> RecordingSink:
+    """Analyse a history whose step ``n`` ran from ``times[n][0]`` to ``times[n][1]``; step n is issued at n µs."""
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    history = History(text)
+    if layers:
+        analyzer.feed([Define(OpId(-1), ThreadId(0), 0, space=DefineSpace.POOL, id=0, text="kv", value=layers)])
+    analyzer.feed(history.records)
+    analyzer.feed(Times(OpId(op), ThreadId(0), 0, start, end) for op, (start, end) in sorted(times.items()))
+    analyzer.finish()
+    return sink
+
+
+def the_fence(text: str, times: dict[int, tuple[int, int]]) -> FenceCost:
+    """The only fence of a history."""
+    (cost,) = measure(text, times).fences
+    return cost
+
+
+# Steps:      0     1     2         ops are issued at 0, 1,000 and 2,000 ns
+RESTORE = "F:w5 L<<F L:w5"
+UNRELATED = "F:w6 L<<F L:w5"
+
+
+def test_a_fence_for_a_conflict_is_needed() -> None:
+    """The round writes the page until 9,000; the copy was issued at 2,000: 7,000 waited, none avoidable."""
+    cost = the_fence(RESTORE, {0: (500, 9000), 1: (1000, 9000), 2: (9000, 9500)})
+
+    assert (cost.waited_ns, cost.avoidable_ns, cost.in_flight) == (7000, 0, True)
+    assert cost.needed_ns == {Hazard.WAW_FORWARD_RESTORE: 7000}
+    assert cost.kind is TransferKind.RESTORE
+
+
+def test_the_same_wait_without_a_conflict_is_avoidable() -> None:
+    """No page in common: the copy could have begun when it was issued."""
+    cost = the_fence(UNRELATED, {0: (500, 9000), 1: (1000, 9000), 2: (9000, 9500)})
+
+    assert (cost.waited_ns, cost.avoidable_ns, cost.in_flight) == (7000, 7000, False)
+    assert cost.needed_ns == {}
+
+
+def test_a_fence_that_met_an_idle_stream_cost_nothing() -> None:
+    """It was passed at once."""
+    cost = the_fence(RESTORE, {0: (100, 600), 1: (1000, 1000), 2: (2000, 2500)})
+
+    assert (cost.waited_ns, cost.avoidable_ns, cost.in_flight) == (0, 0, False)
+
+
+def test_waiting_before_the_copy_is_issued_does_not_count() -> None:
+    """The dependency ended at 1,500, before there was anything to copy."""
+    cost = the_fence(UNRELATED, {0: (500, 1500), 1: (1000, 1500), 2: (2000, 2500)})
+
+    assert (cost.waited_ns, cost.avoidable_ns) == (0, 0)
+
+
+def test_only_the_conflicting_round_is_needed() -> None:
+    """Round 0 writes the page until 4,000, round 1 another until 9,000: 5,000 of 6,000 were avoidable."""
+    #        0    1    2     3
+    text = "F:w5 F:w6 L<<F L:w5"
+    cost = the_fence(text, {0: (500, 4000), 1: (4000, 9000), 2: (2000, 9000), 3: (9000, 9500)})
+
+    assert (cost.waited_ns, cost.avoidable_ns) == (6000, 5000)
+    assert cost.needed_ns == {Hazard.WAW_FORWARD_RESTORE: 1000}
+
+
+def test_another_wait_that_holds_the_copy_anyway_makes_the_fence_free() -> None:
+    """The start event, recorded behind work that ended at 8,000, would have held the copy almost as long."""
+    #        0    1    2   3    4    5
+    text = "F:w6 S:w9 a=S L<<F L<a L:w5"
+    times = {0: (500, 9000), 1: (1000, 8000), 3: (3000, 9000), 4: (9000, 9000), 5: (9000, 9500)}
+    cost = the_fence(text, times)
+
+    assert (cost.waited_ns, cost.avoidable_ns) == (4000, 1000)
+
+
+def test_a_busy_transfer_stream_does_not_wait_for_the_fence() -> None:
+    """The stream reached the fence at 6,000, after its own work: only 3,000 were waited."""
+    #        0    1    2     3
+    text = "F:w6 L:w7 L<<F L:w5"
+    cost = the_fence(text, {0: (500, 9000), 1: (1000, 6000), 2: (6000, 9000), 3: (9000, 9500)})
+
+    assert (cost.waited_ns, cost.avoidable_ns) == (3000, 3000)
+
+
+def test_write_back_fences_are_measured_too() -> None:
+    """Reading a page a round still writes is the conflict here."""
+    cost = the_fence("F:w5 B<<F B:r5W1", {0: (500, 9000), 1: (1000, 9000), 2: (9000, 9500)})
+
+    assert cost.kind is TransferKind.BACKUP
+    assert cost.needed_ns == {Hazard.RAW_FORWARD_BACKUP: 7000}
+
+
+def test_a_transfer_is_complete_with_its_last_layer() -> None:
+    """Copy time is first start to last end; the operation's time begins with its fence."""
+    text = "F:w6 L<<F L:w5@0 L:w5@1"
+    history = History(text)
+    group = 7
+    records = [record if not hasattr(record, "direction") else _with_group(record, group) for record in history.records]
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([Define(OpId(-1), ThreadId(0), 0, space=DefineSpace.POOL, id=0, text="kv", value=2)])
+    analyzer.feed(records)
+    times = {0: (500, 1500), 1: (1000, 1500), 2: (2000, 2600), 3: (3000, 3700)}
+    for op, (start, end) in times.items():
+        assert sink.transfers == []
+        analyzer.feed([Times(OpId(op), ThreadId(0), 0, start, end)])
+    (transfer,) = sink.transfers
+
+    assert (transfer.transfer, transfer.copy_ns, transfer.op_ns, transfer.pages) == (group, 1700, 2700, 1)
+    assert transfer.fenced
+
+
+@pytest.mark.parametrize(("text", "fenced"), [("F:w5 L:w5", False), ("F:w6 L:w5", True), (RESTORE, True)])
+def test_unfenced_means_a_conflict_without_order(text: str, fenced: bool) -> None:
+    """A transfer that needed no fence is not called unfenced."""
+    steps = len(text.split())
+    sink = measure(text, {op: (op * 1000 + 500, op * 1000 + 600) for op in range(steps)})
+
+    assert [transfer.fenced for transfer in sink.transfers] == [fenced]
+
+
+def test_layer_waits_are_counted_apart() -> None:
+    """A forward round that waits for a layer is no fence."""
+    history = History("L:w5@0 a=L F<a F:r5@0")
+    wait = next(record for record in history.records if record.op == 2)
+    assert not isinstance(wait, WaitStream)
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(
+        type(wait)(wait.op, wait.thread, wait.host_ns, wait.event, wait.stream, Purpose.LAYER)  # type: ignore[attr-defined]
+        if record is wait
+        else record
+        for record in history.records
+    )
+    analyzer.feed([Times(OpId(2), ThreadId(0), 0, 2000, 2750)])
+    analyzer.finish()
+
+    assert sink.layer_waits_ns == [750]
+    assert sink.fences == []
+
+
+def _with_group(record: object, group: int) -> object:
+    import dataclasses
+
+    return dataclasses.replace(record, group=group)  # type: ignore[type-var]
