@@ -21,7 +21,7 @@ def text_of(history: str, times: dict[int, tuple[int, int]] | None = None) -> st
 def test_a_missing_fence_that_struck() -> None:
     """The whole text."""
     assert text_of("F:w4,5,6,9 L:w5,6,7,9@2", {0: (5000, 9000), 1: (2000, 4500)}) == (
-        "HC-46f2c5b6  VIOLATION  waw_forward_restore\n"
+        "HC-5b1dfeed  VIOLATION  waw_forward_restore\n"
         "\n"
         "A load-back restored pages that an already launched forward round was still going to write. "
         "Whichever comes last wins: if the round does, the restored prefix is silently wrong.\n"

@@ -7,7 +7,7 @@ import pytest
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import FenceCost, TransferKind
 from hicache_obs.findings import Hazard
-from hicache_obs.records import Define, DefineSpace, OpId, Purpose, ThreadId, Times, WaitStream
+from hicache_obs.records import Define, DefineSpace, EventWait, Memcpy, OpId, Purpose, ThreadId, Times
 from hicache_obs.testing import History, RecordingSink
 
 
@@ -108,7 +108,7 @@ def test_a_transfer_is_complete_with_its_last_layer() -> None:
     text = "F:w6 L<<F L:w5@0 L:w5@1"
     history = History(text)
     group = 7
-    records = [record if not hasattr(record, "direction") else _with_group(record, group) for record in history.records]
+    records = [_with_group(record, group) if isinstance(record, Memcpy) else record for record in history.records]
     sink = RecordingSink()
     analyzer = Analyzer(sink)
     analyzer.feed([Define(OpId(-1), ThreadId(0), 0, space=DefineSpace.POOL, id=0, text="kv", value=2)])
@@ -135,12 +135,11 @@ def test_unfenced_means_a_conflict_without_order(text: str, fenced: bool) -> Non
 def test_layer_waits_are_counted_apart() -> None:
     """A forward round that waits for a layer is no fence."""
     history = History("L:w5@0 a=L F<a F:r5@0")
-    wait = next(record for record in history.records if record.op == 2)
-    assert not isinstance(wait, WaitStream)
+    (wait,) = (record for record in history.records if isinstance(record, EventWait))
     sink = RecordingSink()
     analyzer = Analyzer(sink)
     analyzer.feed(
-        type(wait)(wait.op, wait.thread, wait.host_ns, wait.event, wait.stream, Purpose.LAYER)  # type: ignore[attr-defined]
+        EventWait(wait.op, wait.thread, wait.host_ns, wait.event, wait.stream, Purpose.LAYER)
         if record is wait
         else record
         for record in history.records
@@ -152,7 +151,5 @@ def test_layer_waits_are_counted_apart() -> None:
     assert sink.fences == []
 
 
-def _with_group(record: object, group: int) -> object:
-    import dataclasses
-
-    return dataclasses.replace(record, group=group)  # type: ignore[type-var]
+def _with_group(r: Memcpy, group: int) -> Memcpy:
+    return Memcpy(r.op, r.thread, r.host_ns, r.stream, r.site, group, r.size_bytes, r.layers, r.accesses, r.direction)

@@ -1,5 +1,6 @@
 /* An NVTX tool for tests: counts push/pop ranges of domain "hicache" by message and by thread, checks that they nest,
- * and writes one JSON object to the file named by HICACHE_OBS_NVTX_SUMMARY when the process exits.
+ * and writes one JSON object to the file named by HICACHE_OBS_NVTX_SUMMARY when the process exits. The file named by
+ * HICACHE_OBS_NVTX_RANGES, if any, gets one line per closed range: native thread id, message, payload.
  *
  * cc -shared -fPIC -o injection.so nvtx_injection.c; NVTX_INJECTION64_PATH=injection.so HICACHE_OBS_NVTX_SUMMARY=...
  * The numbers of modules, callbacks and struct fields are NVTX 3's (nvtxTypes.h, nvtxImplCore.h).
@@ -10,6 +11,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 typedef void (*Function)(void);
 typedef struct { size_t size; int (*table)(int module, Function*** out, unsigned* count); } Callbacks;
@@ -29,7 +32,7 @@ typedef struct {
 enum { CORE = 1, CORE2 = 5, PAYLOAD_INT64 = 2, MESSAGE_REGISTERED = 3, MAX_NAMES = 64, MAX_THREADS = 64, MAX_DEPTH = 64 };
 
 typedef struct { char name[64]; long opened, closed; long long payload_sum; } Message;
-typedef struct { long opened, closed; int depth, deepest; int stack[MAX_DEPTH]; } Thread;
+typedef struct { long opened, closed; int depth, deepest; int stack[MAX_DEPTH]; long long payloads[MAX_DEPTH]; } Thread;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char* names[MAX_NAMES];
@@ -40,6 +43,7 @@ static Thread threads[MAX_THREADS];
 static int thread_count;
 static long empty_pops, unregistered, without_payload, other_domains;
 static __thread int me = -1;
+static FILE* ranges;
 
 /* Domains and registered strings are both handed out as pointers to their names. */
 static void* keep(const char* text) {
@@ -74,7 +78,10 @@ static int push(void* domain, const Attributes* a) {
     messages[at].payload_sum += a->payload;
     Thread* t = mine();
     t->opened++;
-    if (t->depth < MAX_DEPTH) t->stack[t->depth] = at;
+    if (t->depth < MAX_DEPTH) {
+      t->stack[t->depth] = at;
+      t->payloads[t->depth] = a->payload;
+    }
     depth = t->depth++;
     if (t->depth > t->deepest) t->deepest = t->depth;
   }
@@ -92,7 +99,11 @@ static int pop(void* domain) {
     } else {
       depth = --t->depth;
       t->closed++;
-      if (depth < MAX_DEPTH) messages[t->stack[depth]].closed++;
+      if (depth < MAX_DEPTH) {
+        Message* m = &messages[t->stack[depth]];
+        m->closed++;
+        if (ranges) fprintf(ranges, "%ld %s %lld\n", (long)syscall(SYS_gettid), m->name, t->payloads[depth]);
+      }
     }
   }
   pthread_mutex_unlock(&lock);
@@ -100,6 +111,7 @@ static int pop(void* domain) {
 }
 
 static void summary(void) {
+  if (ranges) fclose(ranges);
   const char* path = getenv("HICACHE_OBS_NVTX_SUMMARY");
   FILE* f = path ? fopen(path, "w") : NULL;
   if (!f) return;
@@ -134,6 +146,8 @@ int InitializeInjectionNvtx2(GetExport get) {
   set(callbacks, CORE2, 10, (Function)register_string);
   set(callbacks, CORE2, 12, (Function)create_domain);
   set(callbacks, CORE2, 15, (Function)initialize);
+  const char* path = getenv("HICACHE_OBS_NVTX_RANGES");
+  if (path) ranges = fopen(path, "w");
   atexit(summary);
   return 1;
 }
