@@ -7,6 +7,7 @@ scheduler step) keeps a run on the virtual device deterministic.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from hicache_obs.analyzer import Analyzer
@@ -66,6 +67,7 @@ class Agent:
             (``Recorder.resolve``). Absent when the observed process does that itself.
         journal: Receives every record before it is analysed.
         period_s: Time between reads of ``start``'s thread.
+        on_spent: Told after each read how many nanoseconds of host time went into ``resolve``, and into the rest.
     """
 
     def __init__(
@@ -76,25 +78,31 @@ class Agent:
         resolve: Callable[[], int] | None = None,
         journal: JournalWriter | None = None,
         period_s: float = 0.1,
+        on_spent: Callable[[int, int], None] | None = None,
     ) -> None:
         self._reader = reader
         self._analyzer = analyzer
         self._resolve = resolve
         self._journal = journal
         self._period_s = period_s
+        self._on_spent = on_spent
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def poll(self) -> int:
         """Read, journal and analyse what is there now; returns the number of records. Not for two threads."""
+        start_ns = time.perf_counter_ns()
         if self._resolve is not None:
             self._resolve()
+        resolved_ns = time.perf_counter_ns()
         records = self._reader.poll()
         if records:
             if self._journal is not None:
                 self._journal.write(records)
             self._analyzer.feed(records)
+        if self._on_spent is not None:
+            self._on_spent(resolved_ns - start_ns, time.perf_counter_ns() - resolved_ns)
         return len(records)
 
     def start(self) -> None:

@@ -145,6 +145,11 @@ class Analyzer:
         """Groups dropped from a full history: pairs with them were not checked."""
         return self._shadow.forgotten
 
+    @property
+    def retained_groups(self) -> int:
+        """Groups in the history now: what the analyzer's memory grows with."""
+        return self._shadow.retained
+
     def feed(self, records: Iterable[Record]) -> int:
         """Analyse ``records``; returns how many there were."""
         count = 0

@@ -228,6 +228,11 @@ class Shadow:
         conflicts.sort(key=_seq)
         return operation, conflicts, lookups
 
+    @property
+    def retained(self) -> int:
+        """Groups in the history."""
+        return sum(map(len, self._history.values()))
+
     def shared(self, group: Group, earlier: Group) -> tuple[Overlap, ...]:
         """Pages ``group`` shares with a group opened before it, conflicting accesses only."""
         if group.safe < earlier.number <= group.seen:

@@ -25,8 +25,9 @@ from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
+from hicache_obs.exporters.catalogue import Phase
 from hicache_obs.exporters.prometheus import Metrics, MetricsSink
-from hicache_obs.findings import ExitCode, Finding, Verdict, worst
+from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict, worst
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice
@@ -40,6 +41,17 @@ REFERENCE: Final = "no host tier"
 ENGINE: Final = f"hicache-obs {__version__}"
 VIRTUAL_COSTS: Final = CostModel(kernel_bytes_per_s=3_000_000_000, copy_bytes_per_s=1_000_000_000)
 """The small model's bytes stand for a large model's: a decode round takes about 0.4 ms, a load-back as long."""
+OBSERVABLE: Final = (
+    Hazard.WAW_FORWARD_RESTORE,
+    Hazard.WAR_FORWARD_RESTORE,
+    Hazard.RAW_RESTORE_FORWARD,
+    Hazard.RAW_FORWARD_BACKUP,
+    Hazard.WAR_BACKUP_FORWARD,
+    Hazard.HOST_REUSE,
+    Hazard.METADATA_WAR,
+    Hazard.OTHER,
+)
+"""What this engine's records can show: device pages, host pages and index buffers, in any pair of operations."""
 Progress = Callable[[str, int, int], None]
 """``progress(run, finished_requests, all_requests)``."""
 
@@ -202,7 +214,8 @@ class DemoRun:
     Args:
         options: What to run.
         progress: Told how far each run is.
-        metrics: Fed live: findings and checks from check runs, fence and transfer costs from cost runs.
+        metrics: Fed live: findings and checks from check runs, fence and transfer costs from cost runs, and what
+            watching costs from both.
 
     Raises:
         ConfigError: A setting in the environment is not allowed.
@@ -215,6 +228,8 @@ class DemoRun:
         self._ring_slots = read_setting("ring_slots")[0]
         self._arena_ids = read_setting("arena_ids")[0]
         self._poll_s = read_setting("poll_ms")[0] / 1e3
+        if metrics is not None:
+            metrics.set_observable(OBSERVABLE)
 
     def reference(self) -> dict[int, list[int]]:
         """Output tokens of the run without host tier, by request id. Nothing is recorded."""
@@ -322,12 +337,37 @@ class DemoRun:
             if journal and options.journal is not None:
                 writer = JournalWriter(options.journal / fence, engine=ENGINE)
             reader = RingReader(path)
-            agent = Agent(reader, analyzer, resolve=recorder.resolve, journal=writer, period_s=self._poll_s)
+            agent = Agent(
+                reader,
+                analyzer,
+                resolve=recorder.resolve,
+                journal=writer,
+                period_s=self._poll_s,
+                on_spent=self._account(recorder, bare),
+            )
             try:
                 yield engine, agent, analyzer
             finally:
                 ring.close()
                 reader.close()
+
+    def _account(self, recorder: Recorder, bare: Device) -> Callable[[int, int], None] | None:
+        """``Agent(on_spent=)`` that tells the metrics what watching costs and how exact device times are."""
+        metrics = self._metrics
+        if metrics is None:
+            return None
+        told_ns = 0
+
+        def account(resolve_ns: int, analyze_ns: int) -> None:
+            nonlocal told_ns
+            hook_ns = recorder.counters.hook_ns
+            metrics.add_overhead(Phase.HOOK, hook_ns - told_ns)
+            told_ns = hook_ns
+            metrics.add_overhead(Phase.RESOLVE, resolve_ns)
+            metrics.add_overhead(Phase.ANALYZE, analyze_ns)
+            metrics.set_clock_error(bare.clock_error_ns)
+
+        return account
 
 
 def outcome(results: Sequence[ModeResult]) -> ExitCode:

@@ -39,6 +39,7 @@ from hicache_obs.records import (
     Memcpy,
     Mode,
     OpId,
+    PageIds,
     Purpose,
     Record,
     Space,
@@ -73,6 +74,7 @@ class History:
         self.text = text
         self.steps: dict[OpId, str] = {}
         self._names: dict[tuple[DefineSpace, str], int] = {}
+        self._arrays: dict[str, PageIds] = {}
         self.records: list[Record] = []
         body = [self._step(OpId(number), step) for number, step in enumerate(text.split())]
         self.records = [*self._defines(), *body]
@@ -94,7 +96,7 @@ class History:
             Access(
                 Space.HOST if part.isupper() else Space.DEVICE,
                 Mode.WRITE if part in "wW" else Mode.READ,
-                page_ids(int(page) for page in pages.split(",")),
+                self._pages(pages),
             )
             for part, pages in _PART.findall(match["parts"])
         )
@@ -126,6 +128,12 @@ class History:
         if right[0].isupper():
             return WaitStream(*head, waiter=self._stream(left), on=self._stream(right), purpose=purpose)
         return EventWait(*head, event=self._event(right), stream=self._stream(left), purpose=purpose)
+
+    def _pages(self, text: str) -> PageIds:
+        """Equal lists are one array, as in recorded traces: the analyzer groups steps by it."""
+        if text not in self._arrays:
+            self._arrays[text] = page_ids(int(page) for page in text.split(","))
+        return self._arrays[text]
 
     def _stream(self, name: str) -> StreamId:
         return StreamId(self._id(DefineSpace.STREAM, name))

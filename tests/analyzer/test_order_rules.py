@@ -7,6 +7,7 @@ import random
 import pytest
 
 from hicache_obs.analyzer import Analyzer
+from hicache_obs.analyzer.check import PRUNE_EVERY
 from hicache_obs.findings import Cause, Hazard, Proof, Verdict
 from hicache_obs.records import Times
 from hicache_obs.testing import History, RecordingSink, races
@@ -169,6 +170,27 @@ def test_pages_of_a_pair_are_exactly_the_shared_ones() -> None:
     assert finding.pages == (2, 3)
 
 
+@pytest.mark.parametrize(("order", "count"), [("", 1), ("L<F ", 0)])
+def test_pairs_far_apart_are_still_found(order: str, count: int) -> None:
+    """History is forgotten only once the host knows it is over, however much happens in between."""
+    noise = "S:w9 " * 2000
+
+    assert len(analyse(f"F:w5 {order}{noise}L:w5").findings) == count
+    assert len(analyse(f"F:w5 {order}{noise}h<S {noise}L:w5").findings) == count
+
+
+def test_completed_history_is_forgotten() -> None:
+    """Rounds the host has synchronised with cost no memory; a race after them is found."""
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(History("F:w5 L<F L:w5 h<* " * 1000 + "F:w5 L:w5").records)
+    analyzer.finish()
+
+    assert len(sink.findings) == 1
+    assert analyzer.retained_groups < 2 * PRUNE_EVERY
+    assert analyzer.forgotten == 0
+
+
 def random_program(rng: random.Random) -> str:
     """A history over three streams, three events, four pages and three layers, with every kind of order."""
     steps = []
@@ -177,10 +199,13 @@ def random_program(rng: random.Random) -> str:
         stream, event = rng.choice(streams), rng.choice(events)
         kind = rng.random()
         if kind < 0.5:
-            pages = ",".join(map(str, rng.sample(range(4), rng.randint(1, 2))))
+            pages = ",".join(map(str, sorted(rng.sample(range(4), rng.randint(1, 2)))))
             more = f"{rng.choice('rw')}{rng.randrange(4)}" if rng.random() < 0.4 else ""
-            layer = rng.choice(["", "", f"@{rng.randrange(3)}", f"@{rng.randrange(2)}-2"])
-            steps.append(f"{stream}:{rng.choice('rwW')}{pages}{more}{layer}")
+            step = f"{stream}:{rng.choice('rwW')}{pages}{more}"
+            if rng.random() < 0.4:  # a run over layers of the same pages: one group, or nearly one
+                steps.extend(f"{step}@{layer}" for layer in rng.choice(["0", "01", "012", "02", "10", "0112"]))
+            else:
+                steps.append(step + rng.choice(["", "", f"@{rng.randrange(3)}", f"@{rng.randrange(2)}-2"]))
         elif kind < 0.65:
             steps.append(f"{event}={stream}")
         elif kind < 0.8:

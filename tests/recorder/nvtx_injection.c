@@ -111,7 +111,10 @@ static int pop(void* domain) {
 }
 
 static void summary(void) {
+  pthread_mutex_lock(&lock);
   if (ranges) fclose(ranges);
+  ranges = NULL;
+  pthread_mutex_unlock(&lock);
   const char* path = getenv("HICACHE_OBS_NVTX_SUMMARY");
   FILE* f = path ? fopen(path, "w") : NULL;
   if (!f) return;
