@@ -52,12 +52,16 @@ class SchedulerOptions:
         max_running: Requests in decode at once.
         max_extend_rows, max_extend_tokens: Limits of one prefill round; one request may exceed the second.
         host_tier: Back prefixes up to host memory and restore them. Off: the reference run.
+        early_backup: Write a prompt back as soon as the round that computes it is launched, instead of when its
+            result is handled. The host copy exists one round earlier, and nothing but the write fence keeps the
+            copy from reading pages before they are written.
     """
 
     max_running: int = 16
     max_extend_rows: int = 4
     max_extend_tokens: int = 4096
     host_tier: bool = True
+    early_backup: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +97,7 @@ class _Launched:
     result: RoundResult
     stream: Stream
     states: tuple[_State, ...]
+    extend: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +208,9 @@ class Scheduler:
             if batch.mode is BatchMode.EXTEND:
                 for state, cached in zip(states, batch.prefix_lens.tolist(), strict=True):
                     self._cache_prompt(state, cached)
-            self._set_fence_streams()
-            self.controller.start_writing(self._step)
+        # Also when nothing can run: a queued write-back pins the very pages that are missing.
+        self._set_fence_streams()
+        self.controller.start_writing(self._step)
         if self._launched is not None:
             self._handle(self._launched)
         self._launched = launched
@@ -354,7 +360,11 @@ class Scheduler:
         self._stamp(state, state.launched_len - 1)
         # The newest token's KV is written by the overrun row: it is not part of the cached sequence.
         full = min(len(state.tokens) - 1, state.launched_len) // self.radix.page_size
-        left = self._insert(state, full) if cache else self._owned(state)
+        if cache:
+            left = self._insert(state, full)
+            self._write_through(state.locked)
+        else:
+            left = self._owned(state)
         self.radix.unlock(state.locked)
         self._free(state.request.request_id, left)
         self._free_slots.append(state.slot)
@@ -382,7 +392,7 @@ class Scheduler:
         return self._pages(state)[shared:]
 
     def _insert(self, state: _State, full: int) -> PageIds:
-        """Insert the first ``full`` pages into the tree, move the request's lock there, start their write-back.
+        """Insert the first ``full`` pages into the tree and move the request's lock there.
 
         Returns:
             The request's own pages that the tree did not take: duplicates, and those behind the first ``full``.
@@ -399,8 +409,6 @@ class Scheduler:
         self.radix.unlock(state.locked)
         state.locked = inserted.last_node
         self._adopt(state, full)
-        if self.options.host_tier:
-            self._write_through(inserted.last_node)
         taken = np.isin(mine, pages) & ~np.isin(mine, inserted.duplicate_pages)
         left: PageIds = mine[~taken]
         return left
@@ -430,10 +438,14 @@ class Scheduler:
         self._stamp(state, cached)
         full = state.launched_len // self.radix.page_size
         left = self._insert(state, full)
+        if self.options.early_backup:
+            self._write_through(state.locked)
         self._free(state.request.request_id, left[: len(left) - (state.page_count - full)])
 
     def _write_through(self, node: Node) -> None:
         """Queue write-backs for every node up to ``node`` that host memory does not have yet."""
+        if not self.options.host_tier:
+            return
         for step in self.radix.unbacked(node):
             if step.device_pages is None:
                 return
@@ -546,7 +558,7 @@ class Scheduler:
         for state in states:
             state.last_round, state.last_stream = batch.round_id, stream.stream_id
         self.in_flight.launched(stream, batch.round_id, result.done)
-        return _Launched(result, stream, states)
+        return _Launched(result, stream, states, batch.mode is BatchMode.EXTEND)
 
     def _handle(self, launched: _Launched) -> None:
         """Handle a round's result: append tokens, finish requests. Blocks until the round is done."""
@@ -555,6 +567,8 @@ class Scheduler:
         for state, token in zip(launched.states, launched.result.next_tokens.tolist(), strict=True):
             if not state.alive:
                 continue  # retracted or finished since: an overrun row, its token is dropped
+            if launched.extend and not self.options.early_backup:
+                self._write_through(state.locked)
             state.tokens.append(token)
             state.remaining -= 1
             self.counters.output_tokens += 1

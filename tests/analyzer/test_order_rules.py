@@ -175,8 +175,8 @@ def test_pairs_far_apart_are_still_found(order: str, count: int) -> None:
     """History is forgotten only once the host knows it is over, however much happens in between."""
     noise = "S:w9 " * 2000
 
-    assert len(analyse(f"F:w5 {order}{noise}L:w5").findings) == count
-    assert len(analyse(f"F:w5 {order}{noise}h<S {noise}L:w5").findings) == count
+    assert len(analyse(f"F:w5 F:w6 {order}{noise}L:w5").findings) == count
+    assert len(analyse(f"F:w5 F:w6 {order}{noise}h<S {noise}L:w5").findings) == count
 
 
 def test_completed_history_is_forgotten() -> None:
