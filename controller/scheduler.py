@@ -6,7 +6,7 @@ One step, in this order, on one thread::
     choose the next batch (admit with load-back, else decode, retract if pages run out)
     submit load-backs                       <- may reuse pages that the round in flight still writes
     launch the batch's round
-    submit write-backs of what it will write
+    submit write-backs: of handled results, or early, of what the launched round will write
     handle the result of the round launched one step before (finish requests, free their pages)
 
 A request found finished while handling round n is already part of round n+1 (its *overrun* row): its pages are

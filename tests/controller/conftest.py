@@ -210,6 +210,7 @@ class Setup:
     max_running: int = 6
     max_extend_tokens: int = 64
     host_tier: bool = True
+    early_backup: bool = False
     prepare: Callable[[Engine], None] | None = None
     after_step: Callable[[Engine], None] | None = None
     gated: bool = False
@@ -254,6 +255,7 @@ class Lab:
                 max_running=setup.max_running,
                 max_extend_tokens=setup.max_extend_tokens,
                 host_tier=setup.host_tier,
+                early_backup=setup.early_backup,
             ),
         )
         engine = build_engine(observed.device, config, requests)
@@ -371,7 +373,8 @@ class Tiers:
             done = stream.record_event()
         self.in_flight.launched(stream, number, done)
         if stamp:
-            self.device_pages.stamp(np.union1d(writes, reads), stream.stream_id, number)
+            self.device_pages.stamp(reads, stream.stream_id, number, mode=Mode.READ)
+            self.device_pages.stamp(writes, stream.stream_id, number)
         return done
 
     def _segment(

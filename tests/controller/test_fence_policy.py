@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.fence_policy import FENCE_POLICIES, InFlight, fence_policy
 from hicache_obs.errors import ConfigError
-from hicache_obs.records import Purpose, Work, page_ids
+from hicache_obs.records import Mode, Purpose, Work, page_ids
 from hicache_obs.streams.protocol import Event, Stream
 
 
@@ -31,14 +31,15 @@ class Fences:
         self.ran: list[str] = []
         self.events: dict[str, Event] = {}
 
-    def launch(self, name: str, *pages: int) -> None:
-        """Launch operation ``name``, its stream's letter and its ticket, on ``pages``."""
+    def launch(self, name: str, *pages: int, reads: bool = False) -> None:
+        """Launch operation ``name``, its stream's letter and its ticket; it writes ``pages``, or only reads them."""
         stream, ticket = self.streams[name[0]], int(name[1:])
         with self.device.stream(stream):
             self.device.launch(lambda: self.ran.append(name), Work("op"))
         self.events[name] = stream.record_event()
         self.in_flight.launched(stream, ticket, self.events[name])
-        self.allocator.stamp(page_ids(pages), stream.stream_id, ticket)
+        mode = Mode.READ if reads else Mode.WRITE
+        self.allocator.stamp(page_ids(pages), stream.stream_id, ticket, mode=mode)
 
     def complete(self, name: str) -> None:
         """The host learns that operation ``name`` is complete."""
@@ -116,6 +117,26 @@ def test_page_waits_for_exactly_the_last_user_of_the_pages(make, pages, covered)
     bench.launch("F2", 4)
     bench.launch("F3", 5)
     assert bench.fence(*pages) == ([WAIT] if covered else [])
+    assert bench.behind() == covered
+
+
+@pytest.mark.parametrize(
+    ("purpose", "pages", "covered"),
+    [
+        pytest.param(Purpose.LOAD_FENCE, [3], {"F1", "F2"}, id="a load-back writes: readers count"),
+        pytest.param(Purpose.WRITE_FENCE, [3], {"F1"}, id="a write-back reads: writers only"),
+        pytest.param(Purpose.LOAD_FENCE, [5], {"F1", "F2", "F3"}, id="a load-back into a page that is only read"),
+        pytest.param(Purpose.WRITE_FENCE, [5], set(), id="a write-back of a page that is only read"),
+        pytest.param(Purpose.WRITE_FENCE, [3, 5, 4], {"F1", "F2", "F3", "F4"}, id="a writer among the readers"),
+    ],
+)
+def test_page_waits_for_what_conflicts(make, purpose, pages, covered):
+    bench = make("page")
+    bench.launch("F1", 3)
+    bench.launch("F2", 3, reads=True)
+    bench.launch("F3", 5, reads=True)
+    bench.launch("F4", 4)
+    assert len(bench.fence(*pages, purpose=purpose)) == bool(covered)
     assert bench.behind() == covered
 
 
@@ -208,39 +229,67 @@ def test_policies_are_named_as_asked_for(name):
 
 
 RACES = {
-    # forward rounds before the restore of page 3   hazards without a fence
-    "write": (["w3"], {"waw_forward_restore"}),
-    "read": (["r3"], {"war_forward_restore"}),
-    "older write": (["w3", "w4"], {"waw_forward_restore"}),
-    "older read": (["r3", "w4"], {"war_forward_restore"}),
-    "other pages": (["w4", "r5"], set()),
-    "complete": (["w3", "sync"], set()),
+    # launched before the transfer of page 3: hazards of a load-back into it, of a write-back from it
+    "write": (["w3"], "waw_forward_restore", "raw_forward_backup"),
+    "read": (["r3"], "war_forward_restore", None),
+    "older write": (["w3", "w4"], "waw_forward_restore", "raw_forward_backup"),
+    "older read": (["r3", "w4"], "war_forward_restore", None),
+    "read after write": (["w3", "r3"], "waw_forward_restore war_forward_restore", "raw_forward_backup"),
+    "other pages": (["w4", "r5"], None, None),
+    "complete": (["w3", "sync"], None, None),
 }
 
 
-@pytest.mark.parametrize("case", RACES)
-@pytest.mark.parametrize("policy", FENCE_POLICIES)
-def test_what_each_policy_prevents(lab, policy, case):
-    """A load-back into a freed page: the page fence prevents exactly what the stream fence does, with fewer waits."""
-    rounds, hazards = RACES[case]
-    tiers = lab.tiers(policy)
-    node = tiers.host_only(1, first_token=100)
-    taken = tiers.device_pages.alloc(8)  # page 3 among them, and the next to be handed out
+def launch_all(tiers, rounds: list[str]) -> None:
     for step in rounds:
         if step == "sync":
             tiers.settle()
         else:
             tiers.forward(**{"write" if step[0] == "w" else "read": [int(step[1])]}, value=55.0)
+
+
+def outcome(tiers, before: int) -> tuple[int, set[str]]:
+    """Fences issued since record ``before``, and the hazards found."""
+    fences = [call for call in tiers.observed.calls(before) if "_fence)" in call]
+    tiers.device.synchronize()
+    return len(fences), {finding.hazard.value for finding in tiers.observed.analyse().findings}
+
+
+@pytest.mark.parametrize("case", RACES)
+@pytest.mark.parametrize("policy", FENCE_POLICIES)
+def test_load_backs_under_each_policy(lab, policy, case):
+    """The page fence prevents exactly what the stream fence does, and waits only where there is something to wait for."""
+    rounds, hazards, _ = RACES[case]
+    expected = set(hazards.split()) if hazards else set()
+    tiers = lab.tiers(policy)
+    node = tiers.host_only(1, first_token=100)
+    taken = tiers.device_pages.alloc(8)  # page 3 among them, and the next to be handed out
+    launch_all(tiers, rounds)
     tiers.device_pages.free(taken[taken == 3])
     assert tiers.load(node).tolist() == [3]
     before = len(tiers.observed.records)
     tiers.controller.start_loading(1)
-    waits = [call for call in tiers.observed.calls(before) if "load_fence" in call]
-    tiers.device.synchronize()
-    sink = tiers.observed.analyse()
-    assert {finding.hazard.value for finding in sink.findings} == (hazards if policy == "none" else set())
-    assert len(waits) == {"none": 0, "stream": 1, "page": int(bool(hazards))}[policy]
-    restored = [100.0, 101.0, 102.0]
-    spoiled = policy == "none" and "waw_forward_restore" in hazards
-    assert [value for (value,) in tiers.contents([3])] == ([55.0, 56.0, 57.0] if spoiled else restored)
-    assert torch.equal(tiers.pool.k[:, 3], -tiers.pool.v[:, 3])
+    fences, found = outcome(tiers, before)
+    assert fences == {"none": 0, "stream": 1, "page": int(bool(expected))}[policy]
+    assert found == (expected if policy == "none" else set())
+    spoiled = policy == "none" and "waw_forward_restore" in expected
+    assert tiers.contents([3]) == ([[55.0], [56.0], [57.0]] if spoiled else [[100.0], [101.0], [102.0]])
+
+
+@pytest.mark.parametrize("case", RACES)
+@pytest.mark.parametrize("policy", FENCE_POLICIES)
+def test_write_backs_under_each_policy(lab, policy, case):
+    rounds, _, hazard = RACES[case]
+    tiers = lab.tiers(policy)
+    pages = tiers.device_pages.alloc(8)
+    launch_all(tiers, rounds)
+    node = tiers.radix.insert(np.arange(4), *[pages[pages == 3]] * 3).last_node
+    tiers.controller.write(node, tiers.host_pages.alloc(1))
+    before = len(tiers.observed.records)
+    tiers.controller.start_writing(1)
+    fences, found = outcome(tiers, before)
+    assert fences == {"none": 0, "stream": 1, "page": int(hazard is not None)}[policy]
+    assert found == ({hazard} if policy == "none" and hazard else set())
+    written = any(step == "w3" for step in rounds)
+    spoiled = policy == "none" and hazard is not None
+    assert (tiers.host.k[:, node.host_pages].flatten(1)[:, 0].tolist() == [55.0, 56.0, 57.0]) == (written and not spoiled)

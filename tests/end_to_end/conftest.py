@@ -86,9 +86,7 @@ def _drive(injection: Path, folder: Path, arguments: Sequence[str], nvtx: Path |
     }
     driver = [sys.executable, str(HERE / "driver.py"), str(folder / "driver.json")]
     command = [*driver, "demo", *arguments, "--json", str(folder / "demo.json")]
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode == 0, ended.stderr
     ranges = (line.split() for line in (folder / "ranges").read_text().splitlines())
     return Driven(

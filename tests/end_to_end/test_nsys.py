@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 120
 INSTALL = "apt-get install nsight-systems (Debian non-free)"
 IMPORTER_FOLDERS = ["/usr/lib/nsight-systems/host-linux-x64"]
-ARGUMENTS = ["--device", "threads", "--fence", "stream", "--requests", "60"]
+ARGUMENTS = ["--device", "threads", "--fence", "stream", "--requests", "60", "--device-pages", "32"]
 PUSH_POP, DOMAIN_CREATE = 59, 75
 THREADS_OF_PROCESS = 0x1000000
 """A ``globalTid`` is the process id times this, plus the thread id; the process id's upper bits name the machine."""
@@ -32,9 +32,7 @@ def call(*command: str | Path, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def recording(
-    require_tool: Callable[..., Path], nvtx_0_2_11: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def recording(require_tool: Callable[..., Path], nvtx_0_2_11: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SQLite export of a recording of ``hicache-obs demo``."""
     nsys = require_tool("nsys", install=INSTALL)
     importer = require_tool("QdstrmImporter", install=INSTALL, also=IMPORTER_FOLDERS)

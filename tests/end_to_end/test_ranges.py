@@ -31,7 +31,7 @@ def driven(request: pytest.FixtureRequest, drive: Drive, policy: tuple[str, str]
     """The demo under the tool, with the installed nvtx and with the last one that nsys 2022.4 can record."""
     nvtx = request.getfixturevalue("nvtx_0_2_11") if request.param == "module API" else None
     device, fence = policy
-    return drive("--device", device, "--fence", fence, "--requests", "60", nvtx=nvtx)
+    return drive("--device", device, "--fence", fence, "--requests", "60", "--device-pages", "32", nvtx=nvtx)
 
 
 def test_every_operation_has_exactly_one_closed_range_in_the_thread_that_runs_it(driven: Any) -> None:

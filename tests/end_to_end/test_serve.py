@@ -21,14 +21,18 @@ import pytest
 
 from hicache_obs import __version__
 from hicache_obs.cli import demo, demo_run, main
+from hicache_obs.controller import engine
+from hicache_obs.controller.engine import Engine
 from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, MetricType
-from hicache_obs.exporters.prometheus import Server
+from hicache_obs.exporters.prometheus import Metrics, Server
 from hicache_obs.findings import Hazard
 
 INSTALL = "apt-get install prometheus"
 DEADLINE_S = 120
 END_S = 10
 """To end after an interrupt; a second or two when nothing else runs."""
+SMALL = ["--requests", "60", "--device-pages", "32"]
+"""Few enough device pages that restores race, in a second or two."""
 RANK = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 
 Series = tuple[str, frozenset[tuple[str, str]]]
@@ -65,6 +69,17 @@ def declared() -> Iterator[Series]:
                 yield row.name + "_bucket", frozenset({**labels, "le": bound}.items())
 
 
+def keep_server(monkeypatch: pytest.MonkeyPatch, servers: list[Server]) -> None:
+    """Put the demo's server into ``servers`` once it serves."""
+    make = demo._server
+
+    def make_and_keep(metrics: Metrics, port: int) -> Server:
+        servers.append(make(metrics, port))
+        return servers[-1]
+
+    monkeypatch.setattr(demo, "_server", make_and_keep)
+
+
 def test_every_series_is_served_at_zero_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scraped when the first engine is about to be built, and again when the demo has ended."""
     servers: list[Server] = []
@@ -73,12 +88,16 @@ def test_every_series_is_served_at_zero_before_the_first_round(monkeypatch: pyte
     def scrape() -> None:
         scrapes.append(series(get(servers[0].url)))
 
-    make_server, build_engine = demo._server, demo_run.build_engine
-    monkeypatch.setattr(demo, "_server", lambda *given: servers.append(make_server(*given)) or servers[0])
-    monkeypatch.setattr(demo_run, "build_engine", lambda *given: scrapes or scrape() or build_engine(*given))
+    def build_engine(*arguments: Any) -> Engine:
+        if not scrapes:
+            scrape()
+        return engine.build_engine(*arguments)
+
+    keep_server(monkeypatch, servers)
+    monkeypatch.setattr(demo_run, "build_engine", build_engine)
     monkeypatch.setattr(demo, "_wait_for_interrupt", scrape)
 
-    code = main(["demo", "--device", "virtual", "--fence", "none", "--requests", "60", "--serve", "0"])
+    code = main(["demo", "--device", "virtual", "--fence", "none", *SMALL, "--serve", "0"])
 
     before, after = scrapes
     expected = set(declared())
@@ -90,13 +109,12 @@ def test_every_series_is_served_at_zero_before_the_first_round(monkeypatch: pyte
 
 def test_hazards_that_are_checked_or_found_are_observable(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be seen here must read 0, and nothing that was seen may."""
-    found: list[dict[Series, float]] = []
-    make_server = demo._server
     servers: list[Server] = []
-    monkeypatch.setattr(demo, "_server", lambda *given: servers.append(make_server(*given)) or servers[0])
+    found: list[dict[Series, float]] = []
+    keep_server(monkeypatch, servers)
     monkeypatch.setattr(demo, "_wait_for_interrupt", lambda: found.append(series(get(servers[0].url))))
 
-    main(["demo", "--device", "virtual", "--fence", "none", "--requests", "60", "--serve", "0"])
+    main(["demo", "--device", "virtual", "--fence", "none", *SMALL, "--serve", "0"])
 
     (scrape,) = found
 
@@ -167,7 +185,7 @@ def serving(fence: str, folder: Path, until: Until) -> Iterator[Demo]:
     """A demo of one policy, from the moment it serves."""
     folder.mkdir()
     log, json_file = folder / "demo.log", folder / "demo.json"
-    arguments = ["--device", "virtual", "--fence", fence, "--requests", "60", "--serve", "0", "--json", str(json_file)]
+    arguments = ["--device", "virtual", "--fence", fence, *SMALL, "--serve", "0", "--json", str(json_file)]
     with killed_at_the_end([sys.executable, "-m", "hicache_obs", "demo", *arguments], log) as process:
         until(lambda: "metrics on http" in log.read_text() or process.poll() is not None)
         lines = [line for line in log.read_text().splitlines() if line.startswith("metrics on ")]
