@@ -1,4 +1,4 @@
-"""Layer events: three producers take turns, a round waits for the layers of its own load-back, late waits are refused."""
+"""Layer events: producers take turns, a round waits for its own load-back's layers, late waits are refused."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -212,7 +213,7 @@ def test_runs_are_the_pages_in_order_and_cannot_be_joined(pairs):
     runs = _runs(device_pages, host_pages)
     assert [d + i for d, _, n in runs for i in range(n)] == device_pages.tolist()
     assert [h + i for _, h, n in runs for i in range(n)] == host_pages.tolist()
-    for (d, h, n), following in zip(runs, runs[1:], strict=False):
+    for (d, h, n), following in itertools.pairwise(runs):
         assert (d + n, h + n) != following[:2]
 
 
