@@ -113,5 +113,5 @@ def test_installed_metadata_is_this_trees(checkout: Path) -> None:
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="hicache-obs")
 
-    assert importlib.metadata.version("hicache-obs") == project["version"]
+    assert importlib.metadata.version("hicache-obs") == hicache_obs.__version__
     assert script.value == project["scripts"]["hicache-obs"]

@@ -12,6 +12,7 @@ import click
 
 from hicache_obs.analyzer import Analyzer, explain
 from hicache_obs.analyzer.tally import Tally
+from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.findings import ExitCode, Finding, Verdict, worst
 from hicache_obs.readers import open_trace
 from hicache_obs.records import OpId
@@ -84,9 +85,10 @@ def _analyse(path: Path) -> _Report:
 
 
 def _show(report: _Report) -> None:
-    click.echo(f"{report.trace.source}: {report.outcome}, {report.pairs_checked} page pairs checked")
+    summary = f"{report.trace.source}: {report.outcome}, {report.pairs_checked} page pairs checked"
+    click.echo(fit(summary, indent=FINDING_INDENT))
     for finding in report.keeper.findings[:SHOWN]:
-        click.echo("\n" + explain(finding))
+        click.echo("\n" + fit(explain(finding), indent=FINDING_INDENT))
     hidden = len(report.keeper.findings) - SHOWN
     if hidden > 0:
         click.echo(f"\n... and {hidden} more; --json lists them all")

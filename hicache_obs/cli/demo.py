@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hicache_obs.analyzer import explain
+from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Verdict
 
@@ -31,7 +32,6 @@ DEVICES: Final = ("auto", "cuda", "threads", "virtual")
 DEFAULT_PORT: Final = 9464
 VOCABULARY: Final = 512
 
-
 ROWS: Final = (
     "rounds",
     "restored pages",
@@ -41,10 +41,10 @@ ROWS: Final = (
     "corrupted pages (by content)",
     "wrong requests",
     "fences",
-    "fence wait p50",
-    "fence wait p99",
-    "avoidable wait, all fences",
-    "throughput",
+    "fence wait p50 (ms)",
+    "fence wait p99 (ms)",
+    "avoidable wait, all fences (ms)",
+    "throughput (tokens/s)",
 )
 
 
@@ -84,11 +84,17 @@ class _Defaults:
     help="Requests to run, one JSON object per line with input_length, output_length and hash_ids; "
     "default: generated conversations.",
 )  # fmt: skip
-@click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Number of requests.")
-@click.option("--device-pages", type=click.IntRange(min=1), metavar="N", help="Size of the device KV pool.")
-@click.option("--host-pages", type=click.IntRange(min=1), metavar="N", help="Size of the pinned host KV pool.")
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True,
+    "--requests", type=click.IntRange(min=1), metavar="N",
+    help="Number of requests; default: all of FILE.jsonl, or as many generated ones as take a few seconds.",
+)  # fmt: skip
+@click.option(
+    "--device-pages", type=click.IntRange(min=1), metavar="N",
+    help="Pages of the device KV pool; fewer pages make more restores.",
+)  # fmt: skip
+@click.option("--host-pages", type=click.IntRange(min=1), metavar="N", help="Pages of the pinned host KV pool.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
     help="Of the workload, the weights and the random schedule.",
 )  # fmt: skip
 @click.option(
@@ -148,11 +154,13 @@ def command(
         results = _run(options, metrics)
         from hicache_obs.cli.demo_run import outcome
 
+        # Before the JSON is there: who waits for it may interrupt at once, and still gets the exit code of the demo.
+        stop = stack.enter_context(_interruption()) if metrics is not None else None
         _write_json(results, json_file, json_path)
         _show(console, options, results)
-        if metrics is not None:
+        if stop is not None:
             Console(stderr=True).print("serving until interrupted (Ctrl-C)")
-            _wait_for_interrupt()
+            stop.wait()
         return int(outcome(results))
 
 
@@ -250,7 +258,8 @@ def _workload(path: Path | None, requests: int | None, defaults: _Defaults, seed
 
 def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult]) -> None:
     where = options.device + (f", schedule {options.schedule}" if options.device == "virtual" else "")
-    table = Table(title=f"{len(options.requests)} requests, {options.engine.runner}, {where}", title_justify="left")
+    console.print(f"{len(options.requests)} requests, {options.engine.runner}, {where}", highlight=False)
+    table = Table()
     table.add_column("fence policy")
     for result in results:
         table.add_column(result.fence, justify="right")
@@ -263,10 +272,14 @@ def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult])
     else:
         others = sum(len(result.tally.defects) for result in results) - 1
         console.print(f"First finding, of {shown.count} operation pairs like it (other kinds: {others}):\n")
-        console.print(explain(shown.example), highlight=False, markup=False, soft_wrap=True)
+        _print(console, explain(shown.example))
     for result in results:
         for line in _remarks(result):
-            console.print(line, markup=False, soft_wrap=True)
+            _print(console, line)
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(fit(text, indent=FINDING_INDENT, to=console.file), highlight=False, markup=False, soft_wrap=True)
 
 
 def _column(result: ModeResult) -> list[str]:
@@ -280,10 +293,10 @@ def _column(result: ModeResult) -> list[str]:
         _alarm(result.corrupted_pages),
         _alarm(result.wrong_requests),
         f"{result.cost.fences:,}",
-        f"{result.cost.fence_wait_ns(0.5) / 1e6:.3f} ms",
-        f"{result.cost.fence_wait_ns(0.99) / 1e6:.3f} ms",
-        f"{result.cost.avoidable_ns / 1e6:.2f} ms",
-        f"{result.output_tokens / result.seconds:,.0f} tokens/s" if result.seconds else "-",
+        f"{result.cost.fence_wait_ns(0.5) / 1e6:,.3f}",
+        f"{result.cost.fence_wait_ns(0.99) / 1e6:,.3f}",
+        f"{result.cost.avoidable_ns / 1e6:,.2f}",
+        f"{result.output_tokens / result.seconds:,.0f}" if result.seconds else "-",
     ]
 
 
@@ -359,8 +372,13 @@ def _check_folder(path: Path) -> None:
         raise ConfigError(f"--journal {path}: not writable; expected a writable directory")
 
 
-def _wait_for_interrupt() -> None:
+@contextlib.contextmanager
+def _interruption() -> Iterator[threading.Event]:
+    """An event that an interrupt or a request to terminate sets, instead of ending the process."""
     stop = threading.Event()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda *_: stop.set())
-    stop.wait()
+    before = {name: signal.signal(name, lambda *_: stop.set()) for name in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)

@@ -12,6 +12,7 @@ from typing import Final
 import click
 
 from hicache_obs import __version__
+from hicache_obs.cli.layout import fit
 from hicache_obs.config import SETTINGS, read_setting
 
 PACKAGES: Final = ("torch", "numpy", "nvtx", "pyarrow", "prometheus-client", "opentelemetry-sdk", "msgspec")
@@ -29,7 +30,7 @@ def command() -> int:
     ):
         click.echo(title)
         for line in lines:
-            click.echo(f"  {line}")
+            click.echo(fit(f"  {line}", indent=6))
     return 0
 
 
@@ -45,8 +46,9 @@ def _versions() -> Iterator[str]:
 def _settings() -> Iterator[str]:
     for setting in SETTINGS:
         value, source = read_setting(setting.name)
-        limits = f"{setting.low} to {setting.high}"
-        yield f"{setting.variable} = {value} {setting.unit} (from {source}; {limits}): {setting.purpose}"
+        origin = "default" if source == "default" else "from the environment"
+        yield f"{setting.variable} = {value} {setting.unit} ({origin}; {setting.low} to {setting.high})"
+        yield f"    {setting.purpose}"
 
 
 def _devices() -> Iterator[str]:

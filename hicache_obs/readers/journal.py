@@ -18,12 +18,14 @@ from pyarrow import ipc
 from hicache_obs.errors import TraceError
 from hicache_obs.readers.journal_format import (
     ACCESSES,
-    COLUMNS,
+    COMMON,
+    FIELDS,
     FILE_NAME,
     JOURNAL_VERSION,
     KIND_NAMES,
     META,
     SCHEMA,
+    STREAM_START,
     JournalInfo,
 )
 from hicache_obs.readers.journal_writer import JournalWriter
@@ -35,7 +37,6 @@ from hicache_obs.records import (
     DefineSpace,
     Direction,
     DropReason,
-    EventId,
     EventQuery,
     EventRecord,
     EventSync,
@@ -46,10 +47,12 @@ from hicache_obs.records import (
     Lost,
     Memcpy,
     Mode,
+    OpId,
     PageAlloc,
     PageFree,
     PageIds,
     Purpose,
+    Record,
     RecordStream,
     Space,
     StreamId,
@@ -144,10 +147,12 @@ def _open(path: Path) -> tuple[Any, Any]:
         file = pa.OSFile(str(path), "rb")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
+    start = file.read(len(STREAM_START))
+    file.seek(0)
     try:
         return file, ipc.open_stream(file)
     except (pa.ArrowException, OSError) as error:
-        torn = file.tell() >= file.size()
+        torn = file.tell() >= file.size() and start == STREAM_START[: len(start)]
         file.close()
         if torn:
             raise _NoHeader(f"{path}: ends before its header is complete; it holds no records") from None
@@ -157,7 +162,9 @@ def _open(path: Path) -> tuple[Any, Any]:
 def _read_info(path: Path) -> JournalInfo:
     file, stream = _open(path)
     with file:
-        metadata = {k.decode(): v.decode(errors="replace") for k, v in (stream.schema.metadata or {}).items()}
+        metadata = {
+            k.decode(errors="replace"): v.decode(errors="replace") for k, v in (stream.schema.metadata or {}).items()
+        }
         version = metadata.get(META + "version", "")
         if not version.isdigit():
             raise TraceError(f"{path}: an Arrow stream, but not a journal: it states no {META}version")
@@ -214,80 +221,101 @@ class _Damaged(Exception):
     """A value in a batch is impossible."""
 
 
-def _records(batch: Any) -> Iterator[AnyRecord]:
-    columns = {name: batch.column(name).to_pylist() for name, _ in COLUMNS}
+def _records(batch: Any) -> list[AnyRecord]:
+    """All records of a batch, made kind by kind: row by row, the nulls of the other kinds would cost most."""
+    kinds = np.array(batch.column("kind").to_pylist(), dtype=object)
     accesses = _read_accesses(batch.column(ACCESSES))
-    for row, kind in enumerate(columns["kind"]):
-        make = _MAKERS.get(kind)
-        if make is None:
+    columns: dict[str, _Column] = {}
+    records: list[AnyRecord | None] = [None] * len(kinds)
+    for kind in dict.fromkeys(kinds):
+        if kind not in _MAKERS:
+            row = int(np.flatnonzero(kinds == kind)[0])
             raise _Damaged(f"record {row}: kind {kind!r}; known are {', '.join(_MAKERS)}")
-        try:
-            yield make(_Row(columns, row, accesses[row]))
-        except (TypeError, ValueError) as error:
-            raise _Damaged(f"record {row} ({kind}): {error}") from None
+        rows = np.flatnonzero(kinds == kind)
+        make, names = _MAKERS[kind]
+        values = []
+        for name in names:
+            if name not in columns:
+                columns[name] = _Column(name, batch.column(name))
+            values.append(columns[name].take(rows, kind))
+        for row, *fields in zip(rows.tolist(), *values, strict=True):
+            try:
+                records[row] = make(*fields, accesses[row])
+            except (TypeError, ValueError) as error:
+                raise _Damaged(f"record {row} ({kind}): {error}") from None
+    return [record for record in records if record is not None]
 
 
-class _Row:
-    """One row of a batch; a null where a value belongs is an error."""
+class _Column:
+    """A column's values, and where it has any."""
 
-    __slots__ = ("_columns", "_row", "accesses")
+    def __init__(self, name: str, column: Any) -> None:
+        self._name = name
+        self._valid: npt.NDArray[np.bool_] = column.is_valid().to_numpy(zero_copy_only=False)
+        self._text: list[str] | None = None
+        if name == "text":
+            self._text = column.to_pylist()
+        else:
+            empty = False if name == "result" else 0
+            self._values = column.fill_null(empty).to_numpy(zero_copy_only=False)
 
-    def __init__(self, columns: dict[str, list[Any]], row: int, accesses: tuple[Access, ...]) -> None:
-        self._columns = columns
-        self._row = row
-        self.accesses = accesses
-
-    def __getattr__(self, name: str) -> Any:
-        value = self._columns[name][self._row]
-        if value is None:
-            raise ValueError(f"no {name}")
-        return value
-
-    @property
-    def layers(self) -> tuple[int, int]:
-        return self.layer_begin, self.layer_end
-
-    @property
-    def maybe_stream(self) -> StreamId | None:
-        value: StreamId | None = self._columns["stream"][self._row]
-        return value
-
-    @property
-    def access(self) -> Access:
-        if len(self.accesses) != 1:
-            raise ValueError(f"{len(self.accesses)} accesses where exactly 1 belongs")
-        return self.accesses[0]
-
-    @property
-    def define_space(self) -> DefineSpace:
-        space = DefineSpace(self.space)
-        if space is DefineSpace.STREAM:
-            StreamKind(self.value)  # ValueError unless it is one
-        return space
+    def take(self, rows: npt.NDArray[np.intp], kind: str) -> list[Any]:
+        """The values of ``rows``, all of ``kind``; a null where a value belongs is an error."""
+        valid = self._valid[rows]
+        optional = kind == "host_sync" and self._name == "stream"
+        if not valid.all() and not optional:
+            raise _Damaged(f"record {rows[~valid][0]} ({kind}): no {self._name}")
+        if self._text is not None:
+            return [self._text[row] for row in rows.tolist()]
+        values: list[Any] = self._values[rows].tolist()
+        return (
+            [value if is_there else None for value, is_there in zip(values, valid, strict=True)] if optional else values
+        )
 
 
-_MAKERS: Final[dict[str, Callable[[Any], AnyRecord]]] = {
-    "kernel": lambda r: Kernel(
-        r.op, r.thread, r.host_ns, r.stream, r.site, r.group, r.size_bytes, r.layers, r.accesses
-    ),
-    "memcpy": lambda r: Memcpy(
-        r.op, r.thread, r.host_ns, r.stream, r.site, r.group, r.size_bytes, r.layers, r.accesses, Direction(r.direction)
-    ),
-    "event_record": lambda r: EventRecord(r.op, r.thread, r.host_ns, EventId(r.event), r.stream),
-    "event_wait": lambda r: EventWait(r.op, r.thread, r.host_ns, EventId(r.event), r.stream, Purpose(r.purpose)),
-    "wait_stream": lambda r: WaitStream(r.op, r.thread, r.host_ns, r.waiter, r.on, Purpose(r.purpose)),
-    "event_query": lambda r: EventQuery(r.op, r.thread, r.host_ns, EventId(r.event), r.result),
-    "event_sync": lambda r: EventSync(r.op, r.thread, r.host_ns, EventId(r.event)),
-    "host_sync": lambda r: HostSync(r.op, r.thread, r.host_ns, r.maybe_stream),
-    "host_access": lambda r: HostAccess(r.op, r.thread, r.host_ns, r.site, r.layers, r.accesses),
-    "page_alloc": lambda r: PageAlloc(r.op, r.thread, r.host_ns, r.owner, r.access),
-    "page_free": lambda r: PageFree(r.op, r.thread, r.host_ns, r.owner, r.access),
-    "record_stream": lambda r: RecordStream(r.op, r.thread, r.host_ns, r.buffer, r.stream),
-    "times": lambda r: Times(r.op, r.thread, r.host_ns, r.start_ns, r.end_ns, r.error_ns),
-    "lost": lambda r: Lost(r.op, r.thread, r.host_ns, r.count, DropReason(r.reason)),
-    "define": lambda r: Define(r.op, r.thread, r.host_ns, r.define_space, r.id, r.text, r.value),
+def _one(accesses: tuple[Access, ...]) -> Access:
+    if len(accesses) != 1:
+        raise ValueError(f"{len(accesses)} accesses where exactly 1 belongs")
+    return accesses[0]
+
+
+def _kernel(o: OpId, t: ThreadId, h: int, stream: StreamId, *v: Any) -> Kernel:
+    site, group, size_bytes, begin, end, accesses = v
+    return Kernel(o, t, h, stream, site, group, size_bytes, (begin, end), accesses)
+
+
+def _memcpy(o: OpId, t: ThreadId, h: int, stream: StreamId, *v: Any) -> Memcpy:
+    site, group, size_bytes, begin, end, direction, accesses = v
+    return Memcpy(o, t, h, stream, site, group, size_bytes, (begin, end), accesses, Direction(direction))
+
+
+def _define(o: OpId, t: ThreadId, h: int, space: int, number: int, text: str, value: int, _: Any) -> Define:
+    if space == DefineSpace.STREAM:
+        StreamKind(value)  # ValueError unless it is one
+    return Define(o, t, h, DefineSpace(space), number, text, value)
+
+
+# In the order of FIELDS: op, thread, host_ns, the fields of the kind, and last the accesses.
+_BY_KIND: Final[dict[type[Record], Callable[..., AnyRecord]]] = {
+    Kernel: _kernel,
+    Memcpy: _memcpy,
+    EventRecord: lambda o, t, h, event, stream, _: EventRecord(o, t, h, event, stream),
+    EventWait: lambda o, t, h, event, stream, purpose, _: EventWait(o, t, h, event, stream, Purpose(purpose)),
+    WaitStream: lambda o, t, h, waiter, on, purpose, _: WaitStream(o, t, h, waiter, on, Purpose(purpose)),
+    EventQuery: lambda o, t, h, event, result, _: EventQuery(o, t, h, event, result),
+    EventSync: lambda o, t, h, event, _: EventSync(o, t, h, event),
+    HostSync: lambda o, t, h, stream, _: HostSync(o, t, h, stream),
+    HostAccess: lambda o, t, h, site, begin, end, accesses: HostAccess(o, t, h, site, (begin, end), accesses),
+    PageAlloc: lambda o, t, h, owner, accesses: PageAlloc(o, t, h, owner, _one(accesses)),
+    PageFree: lambda o, t, h, owner, accesses: PageFree(o, t, h, owner, _one(accesses)),
+    RecordStream: lambda o, t, h, buffer, stream, _: RecordStream(o, t, h, buffer, stream),
+    Times: lambda o, t, h, start_ns, end_ns, error_ns, _: Times(o, t, h, start_ns, end_ns, error_ns),
+    Lost: lambda o, t, h, count, reason, _: Lost(o, t, h, count, DropReason(reason)),
+    Define: _define,
 }
-assert list(_MAKERS) == list(KIND_NAMES.values())
+_MAKERS: Final = {
+    KIND_NAMES[kind]: (make, tuple(name for name, _ in (*COMMON, *FIELDS[kind]))) for kind, make in _BY_KIND.items()
+}
 
 
 def _read_accesses(column: Any) -> list[tuple[Access, ...]]:

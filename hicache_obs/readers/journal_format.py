@@ -37,6 +37,8 @@ from hicache_obs.records import (
 )
 
 JOURNAL_VERSION: Final = 1
+STREAM_START: Final = b"\xff\xff\xff\xff"
+"""How an Arrow IPC stream begins."""
 
 FILE_NAME: Final = re.compile(r"rank(\d+)-(\d{6,})\.arrows")
 RUNS: Final = pa.list_(pa.struct([("start", pa.int64()), ("count", pa.int64())]))

@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pyarrow import ipc
 
 from hicache_obs.errors import ConfigError
 from hicache_obs.readers.journal_format import (
@@ -41,6 +40,7 @@ from hicache_obs.records import (
     PageIds,
 )
 
+_END_OF_STREAM: Final = b"\xff\xff\xff\xff\0\0\0\0"
 DEFAULT_SEGMENT_BYTES: Final = 64 << 20
 
 
@@ -148,38 +148,35 @@ class JournalWriter:
 
 
 class _SegmentFile:
-    """One file. Arrow writes into memory; whole pieces go to the file, or none of a piece."""
+    """One file. A message of the Arrow stream reaches it whole or not at all."""
 
     def __init__(self, path: Path, schema: Any) -> None:
         self.path = path
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 closed by close()
-        self._piece = bytearray()
         self.size_bytes = 0
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 closed by close()
         try:
-            self._writer = ipc.new_stream(pa.PythonFile(_Into(self._piece), mode="w"), schema)
-            self._put()
+            self._put(schema.serialize())
         except BaseException:
             self._file.close()
             path.unlink(missing_ok=True)
             raise
 
     def write(self, batch: Any) -> None:
-        self._writer.write_batch(batch)
-        self._put()
+        """Append one batch."""
+        self._put(batch.serialize())
 
     def close(self) -> None:
+        """Append the stream's end mark and close the file."""
         try:
-            self._writer.close()
-            self._put()
+            self._put(_END_OF_STREAM)
         except OSError:
-            pass  # the end mark is a courtesy: a stream may as well just end
+            pass  # the mark is a courtesy: a stream may as well just end
         finally:
             self._file.close()
 
-    def _put(self) -> None:
-        """Write the piece; on failure cut off what got through of it."""
-        left = memoryview(bytes(self._piece))
-        self._piece.clear()
+    def _put(self, message: Any) -> None:
+        """Write ``message``; on failure cut off what got through of it."""
+        left = memoryview(message)
         size = len(left)
         try:
             while left:
@@ -189,23 +186,6 @@ class _SegmentFile:
             self._file.seek(self.size_bytes)
             raise
         self.size_bytes += size
-
-
-class _Into:
-    """The little of a file object that Arrow needs to write into a bytearray."""
-
-    closed = False
-
-    def __init__(self, piece: bytearray) -> None:
-        self._piece = piece
-
-    def write(self, data: bytes) -> int:
-        self._piece += data
-        return len(data)
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 # -- records to a batch --------------------------------------------------------------------------------------

@@ -260,7 +260,10 @@ class RingWriter:
             self._remembered.clear()
             self._arena = np.zeros(0, dtype=np.int64)
             self._words.release()
-            self._map.close()
+            try:
+                self._map.close()
+            except BufferError:  # forked in the middle of another thread's append: it holds the map for ever
+                pass
 
     def disown(self) -> None:
         """Never touch the file again: this process is a fork of its owner, and the lock may be held for ever."""

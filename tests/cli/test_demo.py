@@ -63,7 +63,7 @@ def test_virtual_runs_are_identical(tmp_path: Path) -> None:
     texts = []
     for name in ("a.json", "b.json"):
         path = tmp_path / name
-        arguments = ["--device", "virtual", "--fence", "none", "--seed", "7", "--requests", "60", "--json", str(path)]
+        arguments = ["--device", "virtual", "--fence", "none", "--seed", "7", "--requests", "80", "--json", str(path)]
         assert main(["demo", *arguments]) == 0
         texts.append(path.read_text())
 
@@ -73,7 +73,7 @@ def test_virtual_runs_are_identical(tmp_path: Path) -> None:
 
 def test_eager_reports_the_same_races_as_latent(capsys: pytest.CaptureFixture[str]) -> None:
     """Whether a race struck is luck; that it exists is not."""
-    common = ["--device", "virtual", "--fence", "none", "--requests", "60"]
+    common = ["--device", "virtual", "--fence", "none", "--requests", "80"]
     (struck,) = demo(capsys, *common)
     (lucky,) = demo(capsys, *common, "--schedule", "eager")
 
@@ -92,7 +92,7 @@ def test_nothing_checked_is_not_clean(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_table_and_first_finding(capsys: pytest.CaptureFixture[str]) -> None:
     """A person sees one table and one finding in words."""
-    assert main(["demo", "--device", "virtual", "--requests", "60"]) == 0
+    assert main(["demo", "--device", "virtual", "--requests", "80"]) == 0
     out = capsys.readouterr().out
 
     for word in ("none", "stream", "page", "violations", "avoidable", "First finding", "VIOLATION", "fix"):
@@ -101,7 +101,7 @@ def test_table_and_first_finding(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_journal_gives_the_same_verdicts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """``check`` on the journal of a run finds what the run found."""
-    common = ["--device", "virtual", "--requests", "60", "--journal", str(tmp_path)]
+    common = ["--device", "virtual", "--requests", "80", "--journal", str(tmp_path)]
     none, stream, _ = demo(capsys, *common)
 
     assert main(["check", "--json", str(tmp_path / "none")]) == 1
@@ -117,7 +117,7 @@ def test_journal_gives_the_same_verdicts(capsys: pytest.CaptureFixture[str], tmp
 @pytest.mark.slow
 def test_real_request_trace(capsys: pytest.CaptureFixture[str], shared_data: Path) -> None:
     """Two hundred requests of a public trace, on real threads, at memory speed."""
-    workload = shared_data / "mooncake_conversation_trace.jsonl"
+    workload = shared_data / "data" / "mooncake_conversation_trace.jsonl"
     arguments = ["--runner", "pattern", "--workload", str(workload), "--requests", "200", "--fence", "stream"]
     (mode,) = demo(capsys, "--device", "threads", *arguments)
 

@@ -47,11 +47,13 @@ from hicache_obs.records import (
 from hicache_obs.records import device as device_access
 from hicache_obs.streams import open_device
 from hicache_obs.streams.protocol import Device, Event, Stream
-from hicache_obs.testing import RecordingSink
+from hicache_obs.testing import RecordingSink, races
 
 VOCABULARY = 512
 PAGE_SIZE = 4
 LAYERS = 3
+MAX_STEPS = 5000
+"""Far more than any workload here takes."""
 
 
 class Trace:
@@ -267,17 +269,21 @@ class Lab:
         return engine, observed
 
     def run(self, requests: Sequence[Request], **setup: Any) -> Run:
-        """Run ``requests`` to their end; keyword arguments as in ``Setup``."""
+        """Run ``requests`` to their end; keyword arguments as in ``Setup``. AssertionError if that never comes."""
         chosen = Setup(**setup)
         engine, observed = self.build(chosen, requests)
+        steps = itertools.count()
 
         def after_step() -> None:
+            assert next(steps) < MAX_STEPS, "the scheduler makes no progress"
             observed.resolve()
             if chosen.after_step is not None:
                 chosen.after_step(engine)
 
         engine.run(requests, after_step=after_step)
-        return Run(engine, observed)
+        result = Run(engine, observed)
+        observed.bare.close()
+        return result
 
     def reference(self, requests: Sequence[Request], **setup: Any) -> dict[int, list[int]]:
         """Tokens of the run without host tier, with room for everything."""
@@ -420,3 +426,9 @@ def lab() -> Iterator[Lab]:
     """Engines and devices, closed when the test ends."""
     with ExitStack() as stack:
         yield Lab(stack)
+
+
+@pytest.fixture
+def judge() -> Callable[[list[AnyRecord]], set[tuple[int, int]]]:
+    """Races of a trace, found without the analyzer."""
+    return lambda records: races(records, polled=False)

@@ -434,9 +434,9 @@ def test_a_file_cut_short_is_refused(tmp_path, size):
     path = tmp_path / "x.ring"
     RingWriter(path, slots=8, arena_words=16).close()
     os.truncate(path, size)
-    with pytest.raises(TraceError, match="not a ring|cut short"):
+    with pytest.raises(TraceError, match=r"not a ring|cut short"):
         read_ring(path)
-    with pytest.raises(TraceError, match="not a ring|cut short"):
+    with pytest.raises(TraceError, match=r"not a ring|cut short"):
         RingReader(path)
 
 

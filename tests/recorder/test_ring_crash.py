@@ -23,6 +23,7 @@ SLOTS, WORDS = 1024, 4096
 # Writes records whose every field follows from their number, for ever; a record that is not whole cannot agree.
 WRITER = f"""
 import sys
+import threading
 import numpy as np
 from hicache_obs.recorder.ring import RingWriter
 from hicache_obs.records import ALL_LAYERS, EventRecord, Kernel, Mode, device
@@ -110,6 +111,7 @@ def test_a_forked_child_leaves_the_ring_to_its_parent(tmp_path):
         assert [int(record.op) for record in read_ring(path)] == [1, 3]
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # it is what the test is about
 def test_a_child_forked_in_the_middle_of_an_append_does_not_hang(tmp_path):
     """The lock is held by a thread that does not exist in the child."""
     with closing(RingWriter(tmp_path / "x.ring", slots=8, arena_words=16)) as writer:
@@ -127,7 +129,13 @@ def test_a_child_forked_in_the_middle_of_an_append_does_not_hang(tmp_path):
         child = os.fork()
         if child == 0:
             signal.alarm(20)
-            os._exit(3 if writer.append(EventRecord(2, 0, 0, 1, 2)) else (writer.close() or 0))
+            code = 1
+            try:
+                kept = writer.append(EventRecord(2, 0, 0, 1, 2))
+                writer.close()
+                code = 2 if kept else 0
+            finally:
+                os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         go_on.set()
         thread.join()
@@ -135,9 +143,7 @@ def test_a_child_forked_in_the_middle_of_an_append_does_not_hang(tmp_path):
 
 
 def test_a_spawned_child_has_a_ring_of_its_own(tmp_path):
-    code = (
-        "import sys; from hicache_obs.recorder.ring import RingWriter; RingWriter(sys.argv[1], slots=8, arena_words=16)"
-    )
+    code = "import sys; from hicache_obs.recorder import RingWriter; RingWriter(sys.argv[1], slots=8, arena_words=16)"
     with closing(RingWriter(tmp_path / "parent.ring", slots=8, arena_words=16)):
         subprocess.run([sys.executable, "-c", code, str(tmp_path / "child.ring")], check=True)
     with closing(RingReader(tmp_path / "child.ring")) as reader:

@@ -1,0 +1,34 @@
+"""Text that fits the terminal; whole lines, for ``grep`` and files, where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from typing import IO, Final
+
+FINDING_INDENT: Final = 11
+"""Where the text behind the labels of an explained finding begins."""
+
+
+def fit(text: str, *, indent: int, to: IO[str] | None = None) -> str:
+    """``text`` with its long lines broken between words if ``to`` (default: standard output) is a terminal.
+
+    Args:
+        text: Lines.
+        indent: Of the continuation of a line that is itself indented.
+        to: Where it will be printed.
+    """
+    stream = sys.stdout if to is None else to
+    return broken(text, shutil.get_terminal_size().columns, indent=indent) if stream.isatty() else text
+
+
+def broken(text: str, width: int, *, indent: int) -> str:
+    """``text`` with lines of ``width`` characters at most, as far as its words allow."""
+    lines = []
+    for line in text.split("\n"):
+        hanging = " " * (indent if line.startswith(" ") else 0)
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""What people see: every flag in the help, a table that fits 80 columns, lines broken between words."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hicache_obs.cli import main
+from hicache_obs.cli.demo import ROWS
+from hicache_obs.cli.layout import FINDING_INDENT, broken, fit
+
+FLAGS = {
+    "--fence": "[none|stream|page|all]",
+    "--device": "[auto|cuda|threads|virtual]",
+    "--schedule": "[eager|lazy|random|adversarial]",
+    "--runner": "[transformer|pattern]",
+    "--workload": "FILE.jsonl",
+    "--requests": "N",
+    "--device-pages": "N",
+    "--host-pages": "N",
+    "--seed": "N",
+    "--serve": "[PORT]",
+    "--journal": "DIR",
+    "--json": "FILE|-",
+    "-h, --help": "",
+}
+TEXT = (
+    "A story that is told in one line.\n\n  earlier  forward round 7 writes them on stream 'forward'\n  fix      wait"
+)
+
+
+def test_help_has_every_flag_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--help"]) == 0
+    out = capsys.readouterr().out
+
+    flags = dict(re.findall(r"^  (-.*?--?help|--[a-z-]+) ?(\S*)", out, re.MULTILINE))
+    assert flags == FLAGS
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_help_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+
+    assert re.findall(r"^  (demo|check|doctor) ", capsys.readouterr().out, re.MULTILINE) == ["demo", "check", "doctor"]
+
+
+@pytest.mark.slow
+def test_table_of_three_policies_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["demo", "--device", "virtual", "--requests", "60", "--device-pages", "32"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert [row[0] for row in cells] == list(ROWS)
+    assert all(all(row) for row in cells)
+    assert max(len(line) for line in lines) <= 80
+
+
+def test_long_lines_are_broken_between_words() -> None:
+    assert broken(TEXT, 40, indent=FINDING_INDENT) == (
+        "A story that is told in one line.\n"
+        "\n"
+        "  earlier  forward round 7 writes them\n"
+        "           on stream 'forward'\n"
+        "  fix      wait"
+    )
+    assert broken(TEXT, 80, indent=FINDING_INDENT) == TEXT
+
+
+def test_files_and_pipes_get_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+
+    assert fit(TEXT, indent=FINDING_INDENT) == TEXT
+
+
+def test_doctor_names_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HICACHE_OBS_POLL_MS", "20")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+
+    assert "HICACHE_OBS_POLL_MS = 20 ms (from the environment; 10 to 60000)" in out
+    assert "HICACHE_OBS_RING_SLOTS = 65536 records (default; 64 to 16777216)" in out
+    for title in ("Versions", "Settings", "Devices", "NVTX ranges", "Blind spots"):
+        assert f"\n{title}\n" in f"\n{out}"

@@ -1,0 +1,69 @@
+"""``open_trace`` tells files apart by their contents."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hicache_obs.errors import TraceError
+from hicache_obs.readers import open_trace
+from hicache_obs.readers.journal import JournalWriter
+from hicache_obs.recorder.ring import RingWriter
+from hicache_obs.records import EventRecord
+
+CASE = Path(__file__).resolve().parent.parent / "cases" / "01-loadback-over-inflight-forward.json"
+RECORD = EventRecord(41, 0, 0, 1, 2)
+
+
+def test_a_ring_whatever_it_is_called(tmp_path):
+    path = tmp_path / "looks-like.json"
+    writer = RingWriter(path, slots=8, arena_words=16)
+    writer.append(RECORD)
+    writer.close()
+    assert [record.op for record in open_trace(path)] == [41]
+
+
+def test_a_journal_directory_and_a_segment(tmp_path):
+    writer = JournalWriter(tmp_path / "j")
+    writer.write([RECORD])
+    writer.close()
+    assert [record.op for record in open_trace(tmp_path / "j")] == [41]
+    assert [record.op for record in open_trace(str(tmp_path / "j" / "rank0-000001.arrows"))] == [41]
+    assert [record.op for record in open_trace(tmp_path / "j", rank=0)] == [41]
+
+
+def test_a_scenario_with_space_around_it(tmp_path):
+    path = tmp_path / "case"
+    path.write_bytes(b"\n\t " + CASE.read_bytes())
+    assert open_trace(path).labels[8] == "s8"
+
+
+@pytest.mark.parametrize("data", [b"", b"SQLite format 3\0", b"\x1f\x8b\x08", b"[1]"])
+def test_anything_else_is_refused(tmp_path, data):
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    with pytest.raises(TraceError) as raised:
+        open_trace(path)
+    assert str(raised.value) == (
+        f"{path}: not a ring file, a journal (directory or .arrows segment) or a scenario (JSON); "
+        f"it begins with {data!r}"
+    )
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(TraceError, match=r"gone: No such file or directory"):
+        open_trace(tmp_path / "gone")
+    with pytest.raises(TraceError, match=r"no journal here"):
+        open_trace(tmp_path)
+
+
+def test_a_scenario_is_read_without_torch_or_arrow():
+    code = (
+        "import sys; from hicache_obs.readers import open_trace; open_trace(sys.argv[1]); "
+        "sys.exit(' '.join({'torch', 'pyarrow', 'nvtx'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(CASE)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
