@@ -48,7 +48,7 @@ def explain(finding: Finding) -> str:
         "",
         _STORY.get(finding.hazard, _DEFAULT_STORY),
         "",
-        f"  {finding.space} pages {_ids(finding.pages)}{_layers(finding.layers)}",
+        f"  {_what(finding)} {_ids(finding.pages)}{_layers(finding.layers)}",
         f"  earlier  {_access(finding.earlier, zero)}",
         f"  later    {_access(finding.later, zero)}",
         f"  measured {_measured(finding)}",
@@ -108,6 +108,11 @@ def _fix(finding: Finding) -> str:
         return f"put the fence on '{edge.waiter}', the stream that runs op {edge.before}"
     wait = f"{edge.waiter}.wait_stream({edge.on})"
     return f"before op {edge.before} is issued: {wait}, or wait for an event recorded after op {edge.after}"
+
+
+def _what(finding: Finding) -> str:
+    noun = "buffer" if finding.space == "buffer" else f"{finding.space} page"
+    return noun if len(finding.pages) == 1 else noun + "s"
 
 
 def _ids(ids: tuple[int, ...]) -> str:

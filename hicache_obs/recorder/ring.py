@@ -147,7 +147,7 @@ class RingWriter:
         self._remembered: dict[int, tuple[PageIds, int, int]] = {}
         """By ``id`` of an array: the array (so that the id stays taken), its arena position and length."""
         self._same_accesses: tuple[Access, ...] | None = None
-        """What ``_same_cells`` belongs to; forgotten whenever an array is."""
+        """What ``_same_cells`` belongs to: the last accesses, if all their arrays are still remembered."""
         self._same_cells: list[int] = []
         self._forgotten = 0
         """How often arrays were forgotten."""
@@ -350,7 +350,6 @@ class RingWriter:
 
     def _forget(self, end: int) -> None:
         """Forget the oldest arrays, more than needed, so that this is rare."""
-        self._same_accesses = None
         self._forgotten += 1
         remembered = self._remembered
         keep_from = end - self._arena_words // 4
@@ -366,7 +365,6 @@ class RingWriter:
         """Drop a record for want of arena, and let the reader free all of it: the next may be as large."""
         self.drop(DropReason.ARENA_FULL)
         self._remembered.clear()
-        self._same_accesses = None
         self._words[_ARENA_LOW] = self._promised = self._arena_low = self._arena_head
 
     # -- one method per kind, in the order of ``records.KINDS`` ----------------------------------------------

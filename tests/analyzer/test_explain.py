@@ -62,4 +62,4 @@ def test_a_contradiction_blames_no_fence_blindly() -> None:
 
 def test_names_from_the_trace_appear_as_they_are() -> None:
     """Host pages are named as such."""
-    assert "host pages 3" in text_of("B:r7W3 L:R3w9")
+    assert "host page 3" in text_of("B:r7W3 L:R3w9")

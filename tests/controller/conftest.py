@@ -239,6 +239,11 @@ class Lab:
         self._stack.callback(bare.close)
         return Observed(bare, record=record)
 
+    @staticmethod
+    def setup(**fields: Any) -> Setup:
+        """What ``build`` takes."""
+        return Setup(**fields)
+
     def build(self, setup: Setup, requests: Sequence[Request]) -> tuple[Engine, Observed]:
         """An engine that has not begun."""
         observed = self.observed(setup.backend, seed=setup.seed, record=setup.record)

@@ -158,15 +158,6 @@ class Bench:
 MakeBench = Callable[..., Bench]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Rounds are too small to share between threads, and on a busy machine the threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def make_bench() -> Iterator[MakeBench]:
     """``make_bench(model, "threads" | "cuda" | "virtual-<schedule>")``."""

@@ -5,12 +5,13 @@ Each ``without_…`` takes exactly one protection out of an engine that is other
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from hicache_obs.controller.cache_controller import CacheController, CacheOperation
+from hicache_obs.controller.cache_controller import CacheController, CacheOperation, SubmittedTransfer
 from hicache_obs.controller.engine import Engine
 from hicache_obs.controller.fence_policy import FencePolicy
 from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
@@ -18,7 +19,7 @@ from hicache_obs.controller.radix_cache import Node
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
 from hicache_obs.errors import PagePinned
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
-from hicache_obs.records import Direction, Kernel, Mode, PageIds, Purpose
+from hicache_obs.records import Direction, Mode, PageIds, Purpose
 from hicache_obs.streams import SCHEDULES
 from hicache_obs.streams.protocol import Event, Stream
 
@@ -136,16 +137,22 @@ def without_write_pins(engine: Engine) -> None:
     engine.controller.write = unpinned
 
 
+class NeverAwaited:
+    """The end of a transfer, for a host that does not wait for it."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class NobodyWaits(CacheController):
+    """Nodes are released at the usual time, whether or not their transfers are complete."""
+
+    def _submitted(self, queue: deque[SubmittedTransfer], transfer: SubmittedTransfer) -> None:
+        super()._submitted(queue, replace(transfer, finish=NeverAwaited()))
+
+
 def without_acknowledgements(engine: Engine) -> None:
-    """Nodes are released at the usual time, but nobody waits for their transfers."""
-    controller = engine.controller
-    submitted = controller._submitted
-
-    def forgetful(queue, transfer) -> None:
-        submitted(queue, transfer)
-        queue[-1].finish.synchronize = lambda: None
-
-    controller._submitted = forgetful
+    engine.controller.__class__ = NobodyWaits
 
 
 @dataclass(frozen=True)
@@ -276,10 +283,10 @@ def test_the_pin_check_of_load_backs(lab, checked, fence):
     assert (controller.start_loading(2) is None) == checked
     controller.acknowledge(1)
     evicted = tiers.radix.evict_device(2).pages
-    assert evicted.tolist() == pages.tolist()
+    assert set(evicted.tolist()) == set(pages.tolist())
     tiers.device_pages.free(evicted)
     taken = tiers.device_pages.alloc(2)
-    assert taken.tolist() == pages.tolist()
+    assert set(taken.tolist()) == set(pages.tolist())
     tiers.forward(write=taken, value=77.0)
     tiers.device.synchronize()
     findings = tiers.observed.analyse().findings
@@ -348,14 +355,18 @@ def key(finding: Finding) -> tuple[object, ...]:
     return finding.hazard, finding.pages, *sides
 
 
-def test_unfenced_transfers_that_share_no_page_with_a_round_in_flight_give_nothing(lab):
-    """Room for everything but the last prefix, which is restored into pages that nobody has used for long."""
-    requests = lab.requests(seed=3)
-    run = lab.run(requests, fence="none", device_pages=60, host_pages=64)
-    assert run.engine.controller.counters.write_backs > 10
-    raced = {page for finding in run.findings for page in finding.pages}
-    restored = {entry.device_page for entry in run.engine.scheduler.restored.values()}
-    assert not raced - restored
+def test_unfenced_but_disjoint(lab):
+    """A load-back into pages that no round in flight uses, beside rounds that use others, needs no fence."""
+    tiers = lab.tiers("none")
+    node = tiers.host_only(2, first_token=40)
+    pages = tiers.load(node)
+    others = tiers.device_pages.alloc(6)
+    tiers.forward(read=others[:3], write=others[3:], value=9.0)
+    tiers.controller.start_loading(1)
+    tiers.forward(read=others[3:], write=others[:3], value=9.0)
+    tiers.device.synchronize()
+    assert tiers.observed.analyse().findings == []
+    assert tiers.contents(pages) == [[40.0] * 2, [41.0] * 2, [42.0] * 2]
 
 
 # -- what does not depend on the schedule, and what does not depend on the detector ------------------------------------
@@ -378,10 +389,10 @@ def test_the_same_pairs_race_under_every_schedule(lab):
 
 def test_a_hundred_random_schedules_report_one_set_of_races(lab):
     """The race is reported whether or not it strikes; under some seeds it does, and under some it does not."""
-    requests = lab.requests(6, seed=16)
-    setup = {"fence": "none", "device_pages": 11, "backend": "virtual-random"}
+    requests = lab.requests(8, seed=15)
+    setup = {"fence": "none", "device_pages": 12, "early_backup": True, "backend": "virtual-random"}
     runs = [lab.run(requests, seed=seed, **setup) for seed in range(100)]
-    assert runs[0].races
+    assert set(runs[0].hazards) == {WAW, RAW_WRITE}
     assert {frozenset(run.races) for run in runs} == {frozenset(runs[0].races)}
     assert {bool(run.corrupted) for run in runs} == {True, False}
 
@@ -431,10 +442,10 @@ def test_a_spoiled_page_has_a_finding(lab):
     assert all(origins[spoiled] & raced for spoiled in run.corrupted)
 
 
-def test_the_races_of_the_engine_are_those_an_independent_judge_finds(lab, judge):
-    """Against a search over the graph of everything that must happen before, on a trace with every kind of race."""
-    for fence in ("none", "page"):
-        run = lab.run(lab.requests(8, seed=3), fence=fence, prepare=without_layer_waits, **SETUP)
-        assert run.races == judge(run.records)
-        assert bool(run.races)
-    assert len(run.of_kind(Kernel)) > 20
+@pytest.mark.parametrize("fence", ["none", "page"])
+def test_an_independent_judge_finds_the_same_races(lab, judge, fence):
+    """A search over the graph of everything that must happen before, in a trace with many kinds of races."""
+    setup = {"fence": fence, "device_pages": 9, "early_backup": True}
+    run = lab.run(lab.requests(10, seed=1), prepare=without_layer_waits, **setup)
+    assert set(run.hazards) == ({WAW, RAW_LOAD, RAW_WRITE} if fence == "none" else {RAW_LOAD})
+    assert run.races == judge(run.records)

@@ -86,15 +86,6 @@ class Served:
         return work.logits
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Rounds are too small to share between threads, and on a busy machine the threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def runner() -> Iterator[TransformerRunner]:
     with closing(open_device("virtual", schedule="eager")) as device:

@@ -132,7 +132,7 @@ def main() -> int:
         start = time.perf_counter()
         try:
             entry = {"passed": True, **check()}
-        except Exception:
+        except Exception:  # noqa: BLE001 a failed check must not hide the others
             entry = {"passed": False, "error": traceback.format_exc()}
             failed += 1
         entry["seconds"] = round(time.perf_counter() - start, 2)

@@ -26,6 +26,7 @@ from hicache_obs.records import (
     EventRecord,
     Kernel,
     Lost,
+    Memcpy,
     Mode,
     Ranks,
     RingWord,
@@ -144,6 +145,60 @@ def test_a_remembered_array_keeps_its_pages_until_it_is_forgotten(rings):
             assert record.accesses[0].ids.tolist() == lasting.tolist()
             assert record.accesses[1].ids.tolist() == [op] * 3
     assert writer.dropped == {}
+
+
+def test_pages_of_an_unread_record_are_never_overwritten(rings):
+    """They were stored for a record that is long read; what a reader may free is what the writer promised."""
+    writer, reader = rings(slots=64, words=64)
+    lasting = np.arange(100, 110)
+    writer.append(round_of(0, lasting))
+    reader.poll()
+    writer.append(round_of(1, lasting))
+    for op in range(2, 20):
+        writer.append(round_of(op, np.full(10, op)))
+    assert DropReason.ARENA_FULL in writer.dropped
+    records = [r for r in reader.poll() if isinstance(r, Kernel)]
+    assert records[0].accesses[0].ids.tolist() == lasting.tolist()
+    assert all(r.accesses[0].ids.tolist() == [r.op] * 10 for r in records[1:])
+
+
+def test_accesses_whose_arrays_were_forgotten_meanwhile_are_stored_again(rings):
+    """The second array pushes the first one out while both are being stored."""
+    writer, reader = rings(slots=64, words=32)
+    small, large = np.arange(4), np.arange(20)
+    accesses = (device(Mode.READ, small), device(Mode.WRITE, large))
+    for _ in range(6):
+        assert writer.append(Kernel(1, 0, 0, 1, 0, 0, 0, ALL_LAYERS, accesses))
+        assert reader.poll()[-1].op == 1
+        assert writer.append(Kernel(2, 0, 0, 1, 0, 0, 0, ALL_LAYERS, accesses))
+        writer.append(round_of(3, np.full(10, 77)))  # has no room beside the two
+        first = reader.poll()[0]
+        assert [a.ids.tolist() for a in first.accesses] == [small.tolist(), large.tolist()]
+
+
+def test_the_order_of_stores_that_two_processes_rely_on(rings):
+    """Arena claimed, slot filled, then HEAD, then ARENA_LOW; a reader may look in between any two of them."""
+    writer, _reader = rings(slots=64, words=16)
+    words, stores = writer._words, []
+
+    class Spy:
+        def __getitem__(self, word):
+            return words[word]
+
+        def __setitem__(self, word, value):
+            slot = bytes(writer._map[HEADER_BYTES + SLOT_BYTES : HEADER_BYTES + SLOT_BYTES + 1])
+            stores.append((RingWord(word).name, "slot filled" if slot != b"\0" else "slot empty", writer._arena[9]))
+            words[word] = value
+
+    writer.append(mark(0))
+    writer._words = Spy()
+    writer.append(Memcpy(1, 0, 0, 1, 0, 0, 0, ALL_LAYERS, (device(Mode.READ, np.full(10, 7)),)))
+    writer._words = words
+    assert stores == [
+        ("ARENA_HEAD", "slot empty", 0),
+        ("HEAD", "slot filled", 7),
+        ("ARENA_LOW", "slot filled", 7),
+    ]
 
 
 def test_a_full_arena_drops_by_its_own_reason_and_recovers(rings):
