@@ -94,10 +94,11 @@ class RecorderCounters:
 
 
 class _Me(threading.local):
-    """The calling thread's number, and whether its name is in the ring."""
+    """The calling thread's number."""
 
     number = -1
-    defined = False
+    """Negative until the thread's name is in the ring: one look-up, for this is asked in every hook."""
+    assigned = -1
 
 
 class EventState:
@@ -357,10 +358,10 @@ class Recorder:
         if not self.on:
             return
         with self._lock:
-            quiet = [stream for stream, last in self._last_on.items() if queued.get(stream, -1) == last]
-            if len(quiet) == len(self._last_on):
+            if queued == self._last_on:
                 self._emit(lambda op, thread, now: HostSync(op, thread, now, None))
                 return
+            quiet = [stream for stream, last in self._last_on.items() if queued.get(stream, -1) == last]
             self._uncertain += 1
         for stream in quiet:
             self._emit(lambda op, thread, now, s=stream: HostSync(op, thread, now, StreamId(s)))  # type: ignore[misc] # a default binds the loop variable
@@ -377,7 +378,7 @@ class Recorder:
         if not result or not self.on:
             return
         with self._lock:
-            key = (self._me.number, stream.stream_id)
+            key = (self._me.assigned, stream.stream_id)
             if self._stream_known.get(key) == last:
                 return
             if self.last_on(stream) != last:
@@ -539,20 +540,25 @@ class Recorder:
         return False
 
     def _thread(self) -> ThreadId:
+        number = self._me.number
+        return ThreadId(number if number >= 0 else self._name_thread())
+
+    def _name_thread(self) -> int:
         me = self._me
-        if me.number < 0:
-            me.number = self._threads
+        if me.assigned < 0:
+            me.assigned = self._threads
             self._threads += 1
-        if not me.defined:
-            name = threading.current_thread().name
-            me.defined = self._define(DefineSpace.THREAD, me.number, name)
-        return ThreadId(me.number)
+        if self._define(DefineSpace.THREAD, me.assigned, threading.current_thread().name):
+            me.number = me.assigned
+        return me.assigned
 
     def _stream(self, stream: Stream) -> StreamId:
         handle = stream.stream_id
         if handle not in self._streams:
             if len(self._streams) >= MAX_STREAMS:
                 self._streams.clear()
+                self._last_on.clear()
+                self._stream_known.clear()
             kind = getattr(stream, "kind", StreamKind.NONBLOCKING)
             if self._define(DefineSpace.STREAM, handle, stream.name, kind):
                 self._streams.add(handle)
@@ -561,9 +567,6 @@ class Recorder:
     def _queue_on(self, stream: Stream, op: OpId) -> StreamId:
         """Name of ``stream``, on which ``op`` is being queued."""
         handle = self._stream(stream)
-        if len(self._last_on) >= MAX_STREAMS:
-            self._last_on.clear()
-            self._stream_known.clear()
         self._last_on[handle] = op
         return handle
 
@@ -588,7 +591,7 @@ class Recorder:
         return marker
 
     def _define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> bool:
-        thread = ThreadId(max(0, self._me.number))
+        thread = ThreadId(max(0, self._me.assigned))
         return self._sink.append(Define(NO_OP, thread, self._clock(), space, number, text, value))
 
 

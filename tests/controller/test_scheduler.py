@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hicache_obs.controller.batch import BatchMode
@@ -83,6 +83,7 @@ setups = st.fixed_dictionaries(
     max_examples=40,
     deadline=None,
     derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # shrinking whole runs takes minutes, and says little more
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(workload=workloads, setup=setups, spare=st.sampled_from([0, 1, 4, 12]))

@@ -111,7 +111,7 @@ def sharing(records):
 def test_the_strategy_makes_every_kind():
     seen = set()
 
-    @settings(max_examples=300, deadline=None, database=None)
+    @settings(max_examples=100, deadline=None, database=None)
     @given(histories())
     def collect(history):
         seen.update(type(record) for record in history)
@@ -140,7 +140,7 @@ def test_ring(history):
     assert left_behind.notes == ()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(histories(min_size=1, max_size=8), max_size=5), st.sampled_from([1, 2000, 1 << 20]))
 def test_journal(batches, segment_bytes):
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +157,7 @@ def test_journal(batches, segment_bytes):
         start += len(batch)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     histories(max_size=60),
     st.lists(st.integers(0, 6), min_size=1, max_size=8),
