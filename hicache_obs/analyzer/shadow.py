@@ -25,9 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_obs.analyzer.order import Actor, Clock
+from hicache_obs.errors import TraceError
 from hicache_obs.records import Access, Mode, OpId, PageIds, Space, StreamId, ThreadId
 
 MAX_GROUPS: Final = 8192
+MAX_IDS: Final = 1 << 26
+"""Ids of one pool are below this: the shadow keeps 17 bytes for each up to the largest."""
 _NO_PAGES: Final = np.empty(0, np.int64)
 
 
@@ -156,6 +159,8 @@ class _Cells:
     def reach(self, ids: PageIds) -> None:
         """Make room for ``ids``."""
         top = int(ids.max()) + 1
+        if top > MAX_IDS or int(ids.min()) < 0:
+            raise TraceError(f"page or buffer ids {int(ids.min())} to {top - 1}; expected 0 to {MAX_IDS - 1}")
         if top > len(self.wrote):
             more = max(top, 2 * len(self.wrote)) - len(self.wrote)
             self.wrote = np.concatenate([self.wrote, np.zeros(more, np.int64)])

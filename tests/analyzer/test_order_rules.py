@@ -8,6 +8,7 @@ import pytest
 
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.check import PRUNE_EVERY
+from hicache_obs.errors import TraceError
 from hicache_obs.findings import Cause, Hazard, Proof, Verdict
 from hicache_obs.records import Times
 from hicache_obs.testing import History, RecordingSink, races
@@ -189,6 +190,12 @@ def test_completed_history_is_forgotten() -> None:
     assert len(sink.findings) == 1
     assert analyzer.retained_groups < 2 * PRUNE_EVERY
     assert analyzer.forgotten == 0
+
+
+def test_absurd_page_ids_are_refused() -> None:
+    """A damaged trace must not make the shadow take all memory."""
+    with pytest.raises(TraceError, match="67108864"):
+        analyse(f"F:w{1 << 26} L:w5")
 
 
 def random_program(rng: random.Random) -> str:

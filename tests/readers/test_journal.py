@@ -168,8 +168,9 @@ def test_an_empty_directory(tmp_path):
 # -- what is cut off or missing --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cut_at_every_byte_only_whole_batches_are_believed(tmp_path):
-    """The file as it is after kill -9 or a power cut, for every possible length."""
+    """The file as it is after kill -9 or a power cut: every length inside the last batch, and samples before it."""
     source = tmp_path / "rank0-000001.arrows"
     writer = JournalWriter(tmp_path)
     sizes = [source.stat().st_size]
@@ -181,7 +182,8 @@ def test_cut_at_every_byte_only_whole_batches_are_believed(tmp_path):
     folder = tmp_path / "cut"
     folder.mkdir()
     copy = folder / source.name
-    for size in range(len(whole) + 1):
+    end = len(whole) + 1
+    for size in (*range(0, sizes[-2], 29), *range(sizes[-2] - 2, end)):
         copy.write_bytes(whole[:size])
         batches = sum(size >= end for end in sizes[1:])
         if size < sizes[0]:
