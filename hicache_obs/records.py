@@ -23,10 +23,19 @@ What ``aux`` and ``a`` to ``d`` hold; what is not named is 0::
     HostSync           a stream   aux 1, or 0 for all streams
     HostAccess         b site
     PageAlloc/Free     c owner    one cell
-    RecordStream       a buffer   b stream
+    RecordStream       a buffer   b stream  c tensor
     Times              a start_ns b end_ns  c error_ns
     Lost               a count    aux reason
     Define             a id       b value   c space   aux text length in bytes
+    GraphReplay        a stream   b site    c group   d graph        aux nodes
+    GraphNode          a event    b after   c index   aux 1 if it records an event
+    Relocate           a stream   b site
+    IoBegin            a io       b site    aux kind
+    IoEnd              a io
+    ThreadPost/Recv    a channel
+    TensorAlloc        a block    b stream  c tensor
+    TensorFree         c tensor
+    Collective         a group    b site    c rank
 
 A ring file is one header page of ``HEADER_BYTES`` (``RingWord`` names its 64-bit words), ``slots`` slots, and an
 arena of 64-bit page ids. Records and arena positions are numbered from 0 without wrapping; their place in the
@@ -78,6 +87,8 @@ MAX_REASONS: Final = 16
 ALL_LAYERS: Final = (0, 2**31 - 1)
 """Layer range of an access that does not say which layers it touches. Ranges are half open."""
 NO_OP: Final = OpId(-1)
+IN_ORDER: Final = -1
+"""``GraphNode.after`` of an entry that follows the entry before it."""
 
 
 class Space(enum.IntEnum):
@@ -104,6 +115,15 @@ class Direction(enum.IntEnum):
     HOST_TO_DEVICE = 0
     DEVICE_TO_HOST = 1
     DEVICE_TO_DEVICE = 2
+
+
+class IoKind(enum.IntEnum):
+    """What an ``IoBegin`` moves."""
+
+    STORAGE_READ = 0
+    STORAGE_WRITE = 1
+    DEVICE_READ = 2
+    RDMA_WRITE = 3
 
 
 class Purpose(enum.IntEnum):
@@ -380,6 +400,107 @@ class Define(Record, frozen=True, eq=False, gc=False):
     value: int = 0
 
 
+class GraphReplay(Record, frozen=True, eq=False, gc=False):
+    """One replay of captured work: after its stream's earlier work, and after earlier replays of the same graph.
+
+    Without nodes it is one operation with these accesses. With nodes, exactly ``nodes`` ``GraphNode`` records follow
+    at once, and ``accesses`` is empty.
+
+    Attributes:
+        graph: Id of the executable graph.
+        stream, site, group, layers, accesses: As in ``DeviceWork``.
+        nodes: Number of node records that follow.
+    """
+
+    graph: int
+    stream: StreamId
+    site: int
+    group: int
+    nodes: int
+    layers: tuple[int, int]
+    accesses: tuple[Access, ...]
+
+
+class GraphNode(Record, frozen=True, eq=False, gc=False):
+    """One entry of the graph replay before it: work, or an external event record.
+
+    Attributes:
+        index: Position in the graph, from 0; at most 62 predecessors can be named.
+        after: Bit ``i`` set: this entry follows entry ``i``, and only such entries. ``IN_ORDER``: it follows the
+            entry before it, as captured stream work does.
+        event: The event that this entry records, ``None`` for work. It covers only the entry's ancestors.
+        layers, accesses: Of work.
+    """
+
+    index: int
+    after: int
+    event: EventId | None
+    layers: tuple[int, int]
+    accesses: tuple[Access, ...]
+
+
+class Relocate(Record, frozen=True, eq=False, gc=False):
+    """Device copy of pages to new places; from this call on new work uses the new addresses.
+
+    ``accesses`` reads the old pages and writes the new ones.
+    """
+
+    stream: StreamId
+    site: int
+    layers: tuple[int, int]
+    accesses: tuple[Access, ...]
+
+
+class IoBegin(Record, frozen=True, eq=False, gc=False):
+    """Storage, network or third-party transfer in no stream begins; its accesses happen any time from now on."""
+
+    io: int
+    kind: IoKind
+    site: int
+    layers: tuple[int, int]
+    accesses: tuple[Access, ...]
+
+
+class IoEnd(Record, frozen=True, eq=False, gc=False):
+    """The calling thread learns that transfer ``io`` is finished."""
+
+    io: int
+
+
+class ThreadPost(Record, frozen=True, eq=False, gc=False):
+    """Hand-over between host threads, sending side: the n-th post is ordered before the n-th receive."""
+
+    channel: int
+
+
+class ThreadRecv(Record, frozen=True, eq=False, gc=False):
+    """Hand-over between host threads, receiving side."""
+
+    channel: int
+
+
+class TensorAlloc(Record, frozen=True, eq=False, gc=False):
+    """The caching allocator hands out block ``block`` as ``tensor`` for use on ``stream``."""
+
+    tensor: int
+    block: int
+    stream: StreamId
+
+
+class TensorFree(Record, frozen=True, eq=False, gc=False):
+    """``tensor``'s block is given back; its own stream may reuse it at once, others after marked streams' work."""
+
+    tensor: int
+
+
+class Collective(Record, frozen=True, eq=False, gc=False):
+    """A rank enters a blocking collective; all ranks of a group must enter the same ones in the same order."""
+
+    collective_group: int
+    rank: int
+    site: int
+
+
 AnyRecord = (
     Kernel
     | Memcpy
@@ -396,6 +517,16 @@ AnyRecord = (
     | Times
     | Lost
     | Define
+    | GraphReplay
+    | GraphNode
+    | Relocate
+    | IoBegin
+    | IoEnd
+    | ThreadPost
+    | ThreadRecv
+    | TensorAlloc
+    | TensorFree
+    | Collective
 )
 
 KINDS: Final[tuple[type[Record], ...]] = (
@@ -414,6 +545,16 @@ KINDS: Final[tuple[type[Record], ...]] = (
     Times,
     Lost,
     Define,
+    GraphReplay,
+    GraphNode,
+    Relocate,
+    IoBegin,
+    IoEnd,
+    ThreadPost,
+    ThreadRecv,
+    TensorAlloc,
+    TensorFree,
+    Collective,
 )
 """Position in this tuple is the ``kind`` byte. Append only: a position is never reused."""
 
