@@ -77,6 +77,14 @@ class Cause(str, enum.Enum):
     """A wait exists, on a record made before the earlier access was queued."""
     EVENT_UNRECORDED = "event_unrecorded"
     """A wait exists, on an event that had never been recorded."""
+    EARLY_FREE = "early_free"
+    """A transfer's pages were given away before it was known to be over."""
+    GRAPH_SKIPS_WAIT = "graph_skips_wait"
+    """Waits in the host code around a captured graph do not replay with it."""
+    NO_RECORD_STREAM = "no_record_stream"
+    """The allocator was not told which stream uses the block, and handed it out again."""
+    STALE_ADDRESS = "stale_address"
+    """A page was moved while an operation still used its old place."""
     RECORDS_LOST = "records_lost"
     CLOCK_OR_FENCE = "clock_or_fence"
 
@@ -145,6 +153,21 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """Ids of one pool that both sides of a pair touch.
+
+    Attributes:
+        space: ``device``, ``host`` or ``buffer``.
+        pool: Pool number.
+        pages: Ids, ascending.
+    """
+
+    space: str
+    pool: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One conflicting pair of operations that is not proven and kept.
 
@@ -160,6 +183,7 @@ class Finding:
         coarse: The interval is the segment's, not the single access's.
         fingerprint: ``HC-`` and 8 hex digits; equal for the same defect in every run of one engine version.
         secondary: A page of the pair had already raced before.
+        also: What the pair shares in other spaces or pools, where it conflicts too.
     """
 
     hazard: Hazard
@@ -178,6 +202,7 @@ class Finding:
     coarse: bool
     fingerprint: str
     secondary: bool = False
+    also: tuple[Shared, ...] = ()
 
 
 def fingerprint(hazard: Hazard, earlier_site: str, later_site: str, on: str, waiter: str, engine: str) -> str:

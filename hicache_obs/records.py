@@ -23,7 +23,7 @@ What ``aux`` and ``a`` to ``d`` hold; what is not named is 0::
     HostSync           a stream   aux 1, or 0 for all streams
     HostAccess         b site
     PageAlloc/Free     c owner    one cell
-    RecordStream       a buffer   b stream  c tensor
+    RecordStream       a tensor   b stream
     Times              a start_ns b end_ns  c error_ns
     Lost               a count    aux reason
     Define             a id       b value   c space   aux text length in bytes
@@ -89,6 +89,10 @@ ALL_LAYERS: Final = (0, 2**31 - 1)
 NO_OP: Final = OpId(-1)
 IN_ORDER: Final = -1
 """``GraphNode.after`` of an entry that follows the entry before it."""
+MAX_AFTER: Final = 62
+"""Last graph entry that ``GraphNode.after`` has a bit for."""
+MAX_NODES: Final = (1 << 16) - 1
+"""Most entries one graph replay may have."""
 
 
 class Space(enum.IntEnum):
@@ -205,6 +209,11 @@ class DefineSpace(enum.IntEnum):
     REQUEST = 7
     CHANNEL = 8
     HOST_POOL = 9
+    GRAPH = 10
+    IO = 11
+    TENSOR = 12
+    GROUP = 13
+    """A group of ranks that enter collectives together."""
 
 
 class StreamKind(enum.IntEnum):
@@ -365,9 +374,13 @@ class PageFree(Record, frozen=True, eq=False, gc=False):
 
 
 class RecordStream(Record, frozen=True, eq=False, gc=False):
-    """An allocator block is marked as used by ``stream`` (``torch.Tensor.record_stream``)."""
+    """A tensor is marked as used by ``stream`` (``torch.Tensor.record_stream``).
 
-    buffer: int
+    Attributes:
+        tensor: As in ``TensorAlloc``; the recorder passes the id of the tensor's storage.
+    """
+
+    tensor: int
     stream: StreamId
 
 
@@ -425,7 +438,7 @@ class GraphNode(Record, frozen=True, eq=False, gc=False):
     """One entry of the graph replay before it: work, or an external event record.
 
     Attributes:
-        index: Position in the graph, from 0; at most 62 predecessors can be named.
+        index: Position in the graph, from 0; ``after`` can name entries 0 to ``MAX_AFTER``.
         after: Bit ``i`` set: this entry follows entry ``i``, and only such entries. ``IN_ORDER``: it follows the
             entry before it, as captured stream work does.
         event: The event that this entry records, ``None`` for work. It covers only the entry's ancestors.

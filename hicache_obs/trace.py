@@ -38,6 +38,10 @@ class Names:
     buffers: dict[int, str] = field(default_factory=dict)
     requests: dict[int, str] = field(default_factory=dict)
     channels: dict[int, str] = field(default_factory=dict)
+    graphs: dict[int, str] = field(default_factory=dict)
+    ios: dict[int, str] = field(default_factory=dict)
+    tensors: dict[int, str] = field(default_factory=dict)
+    groups: dict[int, str] = field(default_factory=dict)
     engine: str = ""
 
     def learn(self, define: Define) -> None:
@@ -63,6 +67,14 @@ class Names:
             self.requests[key] = text
         elif define.space is DefineSpace.CHANNEL:
             self.channels[key] = text
+        elif define.space is DefineSpace.GRAPH:
+            self.graphs[key] = text
+        elif define.space is DefineSpace.IO:
+            self.ios[key] = text
+        elif define.space is DefineSpace.TENSOR:
+            self.tensors[key] = text
+        elif define.space is DefineSpace.GROUP:
+            self.groups[key] = text
         elif define.space is DefineSpace.ENGINE:
             self.engine = text
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
+
+import numpy as np
 
 from hicache_obs.analyzer.fence_cost import FenceMeter
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
@@ -22,11 +24,15 @@ from hicache_obs.findings import (
     Finding,
     Hazard,
     Proof,
+    Shared,
     Timing,
     fingerprint,
     judge,
 )
 from hicache_obs.records import (
+    IN_ORDER,
+    Access,
+    Collective,
     Define,
     DefineSpace,
     Direction,
@@ -35,8 +41,13 @@ from hicache_obs.records import (
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Lost,
     Memcpy,
@@ -47,9 +58,14 @@ from hicache_obs.records import (
     Purpose,
     Record,
     RecordStream,
+    Relocate,
     Space,
     StreamId,
     StreamKind,
+    TensorAlloc,
+    TensorFree,
+    ThreadPost,
+    ThreadRecv,
     Times,
     WaitStream,
 )
@@ -82,6 +98,25 @@ class _Pair:
     proof: Proof
     cause: Cause
     wrong_waiter: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Replay:
+    """A graph replay whose node records are being read."""
+
+    record: GraphReplay
+    stream: Actor
+    label: Label
+    left: int
+
+
+@dataclass(slots=True, eq=False)
+class _Tensor:
+    """A live tensor: its block, the stream it was handed out for, and the streams marked as using it."""
+
+    block: int
+    stream: Actor
+    marked: set[Actor] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -117,7 +152,14 @@ class Analyzer:
         self._names = Names()
         self._meter = FenceMeter(sink, self._conflict_hazard)
         self._waits: deque[_Wait] = deque(maxlen=RECENT_WAITS)
-        self._live: dict[OpId, Operation] = {}
+        self._live: dict[OpId, list[Operation]] = {}
+        self._graphs: dict[int, Snapshot] = {}
+        self._replay: _Replay | None = None
+        self._channels: dict[int, deque[Snapshot]] = {}
+        self._ios: dict[int, int] = {}
+        self._io_slots: list[int] = []
+        self._tensors: dict[int, _Tensor] = {}
+        self._returned: dict[int, list[Snapshot]] = {}
         self._pending: dict[OpId, list[_Pair]] = {}
         self._raced: set[tuple[Space, int, int]] = set()
         self._seq = 0
@@ -133,11 +175,21 @@ class Analyzer:
             EventSync: self._on_event_sync,
             HostSync: self._on_host_sync,
             PageAlloc: self._on_alloc,
-            PageFree: _ignore,
-            RecordStream: _ignore,
+            PageFree: self._on_free,
+            RecordStream: self._on_record_stream,
             Times: self._on_times,
             Lost: self._on_lost,
             Define: self._on_define,
+            GraphReplay: self._on_graph_replay,
+            GraphNode: self._on_graph_node,
+            Relocate: self._on_relocate,
+            IoBegin: self._on_io_begin,
+            IoEnd: self._on_io_end,
+            ThreadPost: self._on_post,
+            ThreadRecv: self._on_receive,
+            TensorAlloc: self._on_tensor_alloc,
+            TensorFree: self._on_tensor_free,
+            Collective: _ignore,
         }
 
     @property
@@ -180,7 +232,7 @@ class Analyzer:
         self._order.issue(stream, self._order.thread(record.thread))
         label = Label(_what(record), record.site, record.stream, record.group, record.thread)
         operation = self._enter(record, stream, label)
-        self._live[record.op] = operation
+        self._live[record.op] = [operation]
         self._meter.on_operation(stream, operation, record)
 
     def _on_host_access(self, record: HostAccess) -> None:
@@ -188,13 +240,104 @@ class Analyzer:
         operation = self._enter(record, self._order.thread(record.thread), label)
         self._settle_all(operation.op)  # a host access has no device times to wait for
 
-    def _enter(self, record: Kernel | Memcpy | HostAccess, actor: Actor, label: Label) -> Operation:
+    def _on_relocate(self, record: Relocate) -> None:
+        stream = self._order.stream(record.stream)
+        self._order.issue(stream, self._order.thread(record.thread))
+        label = Label("relocate", record.site, record.stream, 0, record.thread)
+        self._live[record.op] = [self._enter(record, stream, label)]
+        for access in record.accesses:
+            if access.mode is Mode.READ:
+                self._shadow.note_move(access, self._seq)
+
+    def _on_graph_replay(self, record: GraphReplay) -> None:
+        """A replay follows its stream and earlier replays of the graph; host-side waits around it do not replay."""
+        self._close_replay()
+        order = self._order
+        stream = order.stream(record.stream)
+        order.issue(stream, order.thread(record.thread))
+        earlier = self._graphs.get(record.graph)
+        if earlier is not None:
+            order.join(stream, earlier)
+        label = Label("graph", record.site, record.stream, record.group, record.thread)
+        if record.nodes:
+            self._replay = _Replay(record, stream, label, record.nodes)
+            return
+        self._live[record.op] = [self._enter(record, stream, label)]
+        self._graphs[record.graph] = order.note(stream, self._seq)
+
+    def _on_graph_node(self, record: GraphNode) -> None:
+        """One entry: follows the launch and its predecessors in the graph, and nothing else."""
+        replay = self._replay
+        if replay is None:
+            return  # its replay was lost, and the loss has been noted
+        order = self._order
+        actor = order.node(replay.record.graph, record.index)
+        order.follow(actor, replay.stream)
+        for index in _predecessors(record):
+            order.follow(actor, order.node(replay.record.graph, index))
+        if record.event is not None:
+            order.record(record.event, actor, self._seq)
+        else:
+            operation = self._enter(record, actor, replay.label, op=replay.record.op)
+            self._live.setdefault(replay.record.op, []).append(operation)
+        replay.left -= 1
+        if not replay.left:
+            self._close_replay()
+
+    def _close_replay(self) -> None:
+        """All entries of a replay were read, or those that are left were lost: its stream goes on after them."""
+        replay, self._replay = self._replay, None
+        if replay is None:
+            return
+        order = self._order
+        for index in range(replay.record.nodes):
+            order.follow(replay.stream, order.node(replay.record.graph, index))
+        order.advance(replay.stream)
+        self._graphs[replay.record.graph] = order.note(replay.stream, self._seq)
+
+    def _on_io_begin(self, record: IoBegin) -> None:
+        """I/O runs on its own: after what its thread knows, until somebody learns of its end."""
+        order = self._order
+        thread = order.thread(record.thread)
+        slot = self._io_slot(thread)
+        self._ios[record.io] = slot
+        actor = order.io(slot)
+        order.follow(actor, thread)
+        self._settle_all(self._enter(record, actor, Label(_IO[record.kind], record.site, None, 0, record.thread)).op)
+
+    def _io_slot(self, thread: Actor) -> int:
+        """A slot whose last transfer ``thread`` knows to be over, so that two users of it are really in order."""
+        order = self._order
+        busy = set(self._ios.values())
+        for slot in self._io_slots:
+            actor = order.io(slot)
+            if slot not in busy and order.clock(thread)[actor] >= order.clock(actor)[actor]:
+                return slot
+        self._io_slots.append(len(self._io_slots))
+        return self._io_slots[-1]
+
+    def _on_io_end(self, record: IoEnd) -> None:
+        slot = self._ios.pop(record.io, None)
+        if slot is not None:
+            self._order.follow(self._order.thread(record.thread), self._order.io(slot))
+
+    def _enter(
+        self,
+        record: Kernel | Memcpy | HostAccess | GraphReplay | GraphNode | Relocate | IoBegin,
+        actor: Actor,
+        label: Label,
+        *,
+        op: OpId | None = None,
+    ) -> Operation:
+        """Check an operation and add it to the history; ``op`` replaces the record's id (a graph's entries)."""
         order = self._order
         clock = order.clock(actor)
 
         def make(group: Group) -> Operation:
             epoch = clock[actor] + 1
-            return Operation(record.op, epoch, self._seq, record.layers, record.host_ns, label, group)
+            return Operation(
+                record.op if op is None else op, epoch, self._seq, record.layers, record.host_ns, label, group
+            )
 
         operation, conflicts, lookups = self._shadow.enter(actor, record.accesses, record.layers, clock, make)
         for lookup in lookups:
@@ -216,22 +359,38 @@ class Analyzer:
 
     def _on_conflict(self, conflict: Conflict, later: Operation, actor: Actor) -> None:
         earlier = conflict.earlier
+        if earlier.op == later.op:
+            return  # two entries of one graph replay: the graph's own business
         proof = self._order.proof(actor, earlier.group.actor, earlier.epoch)
         if proof is Proof.POLLED:
-            self._sink.on_weak_ordering(_hazard(conflict.overlaps, earlier, later), proof.value)
+            self._sink.on_weak_ordering(self._hazard(conflict.overlaps, earlier, later), proof.value)
         if proof in (Proof.ORDERED, Proof.POLLED):
             return
         if proof is Proof.NONE and earlier.seq < self._order.lost_at:
             proof = Proof.UNKNOWN
         later.unordered += (earlier.op,)
-        cause, waiter = self._cause(earlier, actor, proof)
+        cause, waiter = self._cause(conflict, later, actor, proof)
         self._pending.setdefault(later.op, []).append(_Pair(conflict, later, proof, cause, waiter))
 
-    def _cause(self, earlier: Operation, actor: Actor, proof: Proof) -> tuple[Cause, str | None]:
-        """Why nothing orders the pair: look at the waits issued between the two."""
+    def _cause(self, conflict: Conflict, later: Operation, actor: Actor, proof: Proof) -> tuple[Cause, str | None]:
+        """Why nothing orders the pair: what was done to its pages, and the waits issued between the two."""
+        earlier = conflict.earlier
         if proof is Proof.UNKNOWN:
             return Cause.RECORDS_LOST, None
+        if self._moved(conflict.overlaps, earlier, later):
+            return Cause.STALE_ADDRESS, None
+        if later.label.what == "graph" and earlier.label.what == "restore":
+            return Cause.GRAPH_SKIPS_WAIT, None
+        freed = any(self._shadow.freed_since(overlap, earlier.seq) for overlap in conflict.overlaps)
+        if freed and max(conflict.overlaps, key=_severity).space is Space.BUFFER:
+            return Cause.NO_RECORD_STREAM, None
+        if freed and earlier.label.what in _TRANSFERS:
+            return Cause.EARLY_FREE, None
+        return self._useless_wait(earlier, later, actor)
+
+    def _useless_wait(self, earlier: Operation, later: Operation, actor: Actor) -> tuple[Cause, str | None]:
         before = earlier.group.actor
+        thread = self._order.thread(later.label.thread)
         cause = Cause.MISSING_FENCE
         for wait in reversed(self._waits):
             if wait.seq < earlier.seq:
@@ -242,18 +401,47 @@ class Analyzer:
                 continue
             clock = wait.snapshot.levels[0]
             covers = before < len(clock) and clock[before] >= earlier.epoch
-            if wait.waiter == actor:
-                if not covers and wait.snapshot.actor == before:
-                    cause = Cause.EARLY_EVENT
-            elif covers and wait.epoch == self._order.clock(wait.waiter)[wait.waiter]:
+            idle = not covers and wait.waiter == thread and wait.snapshot.actor != before
+            elsewhere = covers and wait.waiter != actor and self._nothing_since(wait)
+            if idle or elsewhere:
                 return Cause.WRONG_STREAM, self._names.stream(wait.stream)
+            if wait.waiter == actor and not covers and wait.snapshot.actor == before:
+                cause = Cause.EARLY_EVENT
         return cause, None
+
+    def _nothing_since(self, wait: _Wait) -> bool:
+        """Whether the waiting stream has run nothing since: a fence that protects no work."""
+        return wait.epoch == self._order.clock(wait.waiter)[wait.waiter]
+
+    def _moved(self, overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation) -> bool:
+        """Whether a relocation is one of the two, or moved a shared page away in between."""
+        kinds = (earlier.label.what, later.label.what)
+        return "relocate" in kinds or any(self._shadow.moved_since(o, earlier.seq) for o in overlaps)
+
+    def _hazard(self, overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation) -> Hazard:
+        """Name of the conflict, by what the two operations are and what they share."""
+        main = max(overlaps, key=_severity)
+        kinds = (earlier.label.what, later.label.what)
+        if self._moved(overlaps, earlier, later):
+            return Hazard.RELOCATION
+        if "graph" in kinds:
+            return Hazard.GRAPH
+        if "rdma" in kinds:
+            return Hazard.RDMA
+        if main.space is Space.HOST:
+            return Hazard.STORAGE_PREFETCH if "storage" in kinds else Hazard.HOST_REUSE
+        if main.space is Space.BUFFER:
+            if self._shadow.freed_since(main, earlier.seq):
+                return Hazard.LIFETIME
+            return Hazard.HOST_REUSE if "host" in kinds and "restore" in kinds else Hazard.METADATA_WAR
+        first, second = (_ROLE.get(kind, kind) for kind in kinds)
+        return _DEVICE_HAZARDS.get((first, main.earlier, second, main.later), Hazard.OTHER)
 
     def _conflict_hazard(self, earlier: Operation, later: Operation) -> Hazard | None:
         """Hazard a fence between the two prevents, ``None`` if they share no device page."""
         shared = self._shadow.shared(later.group, earlier.group)
         overlaps = tuple(overlap for overlap in shared if overlap.space is Space.DEVICE)
-        return _hazard(overlaps, earlier, later) if overlaps else None
+        return self._hazard(overlaps, earlier, later) if overlaps else None
 
     # -- order -----------------------------------------------------------------------------------------------
 
@@ -291,16 +479,53 @@ class Analyzer:
     def _on_event_sync(self, record: EventSync) -> None:
         snapshot = self._order.current(record.event)
         if snapshot is not None:
-            self._order.join(self._order.thread(record.thread), snapshot)
+            thread = self._order.thread(record.thread)
+            self._order.join(thread, snapshot)
 
     def _on_host_sync(self, record: HostSync) -> None:
-        thread = self._order.thread(record.thread)
+        order = self._order
+        thread = order.thread(record.thread)
         if record.stream is None:
-            self._order.observe_all(thread)
-        else:
-            self._order.observe(thread, self._order.stream(record.stream))
+            order.observe_all(thread)
+            return
+        stream = order.stream(record.stream)
+        order.follow(thread, stream)
+        epoch = order.clock(thread)[thread]
+        self._waits.append(_Wait(thread, record.stream, order.note(stream, self._seq), Purpose.PLAIN, self._seq, epoch))
+
+    def _on_post(self, record: ThreadPost) -> None:
+        thread = self._order.thread(record.thread)
+        self._channels.setdefault(record.channel, deque()).append(self._order.note(thread, self._seq))
+
+    def _on_receive(self, record: ThreadRecv) -> None:
+        posts = self._channels.get(record.channel)
+        if posts:
+            self._order.join(self._order.thread(record.thread), posts.popleft())
 
     # -- times, losses, names ------------------------------------------------------------------------------
+
+    def _on_free(self, record: PageFree) -> None:
+        self._shadow.note_free(record.access, self._seq)
+
+    def _on_tensor_alloc(self, record: TensorAlloc) -> None:
+        """The allocator hands a block out again once the work of marked streams, as of the free, is complete."""
+        stream = self._order.stream(record.stream)
+        self._tensors[record.tensor] = _Tensor(record.block, stream)
+        thread = self._order.thread(record.thread)
+        for snapshot in self._returned.pop(record.block, ()):
+            self._order.join(thread, snapshot)
+
+    def _on_record_stream(self, record: RecordStream) -> None:
+        tensor = self._tensors.get(record.tensor)
+        if tensor is not None:
+            tensor.marked.add(self._order.stream(record.stream))
+
+    def _on_tensor_free(self, record: TensorFree) -> None:
+        tensor = self._tensors.pop(record.tensor, None)
+        if tensor is not None:
+            self._returned[tensor.block] = [self._order.note(stream, self._seq) for stream in tensor.marked]
+            block = Access(Space.BUFFER, Mode.WRITE, np.array([tensor.block], np.int64))
+            self._shadow.note_free(block, self._seq)
 
     def _on_alloc(self, record: PageAlloc) -> None:
         if self._raced:  # a new owner: the page is armed again
@@ -308,17 +533,19 @@ class Analyzer:
             self._raced.difference_update((access.space, access.pool, page) for page in access.ids.tolist())
 
     def _on_times(self, record: Times) -> None:
-        operation = self._live.pop(record.op, None)
-        if operation is not None:
+        operations = self._live.pop(record.op, ())
+        for operation in operations:
             operation.start_ns = record.start_ns
             operation.end_ns = record.end_ns
             operation.error_ns = record.error_ns
         self._meter.on_times(record)  # it looks at the operation's times
-        if operation is not None:
+        if operations:
             self._settle_all(record.op)
+        for operation in operations:
             self._check_measured(operation)
 
     def _on_lost(self, record: Lost) -> None:
+        self._close_replay()
         if record.reason is not DropReason.UNRESOLVED:  # only device times are missing: no edge, no access
             self._order.lose(self._seq)
         self.totals.lost += record.count
@@ -353,12 +580,12 @@ class Analyzer:
     def _report(self, pair: _Pair, timing: Timing) -> None:
         earlier, later, overlaps = pair.conflict.earlier, pair.later, pair.conflict.overlaps
         main = max(overlaps, key=_severity)
-        same = [o for o in overlaps if (o.space, o.pool) == (main.space, main.pool)]
-        pages = sorted({page for overlap in same for page in overlap.pages.tolist()})
+        shared = _by_pool(overlaps)
+        pages = shared.pop((main.space, main.pool))
         cells = {(main.space, main.pool, page) for page in pages}
         secondary = not self._raced.isdisjoint(cells)
         self._raced |= cells
-        hazard = _hazard(overlaps, earlier, later)
+        hazard = self._hazard(overlaps, earlier, later)
         first, second = self._access(earlier, main.earlier), self._access(later, main.later)
         on, waiter = self._actor_name(earlier), self._actor_name(later)
         self._sink.on_finding(
@@ -372,7 +599,7 @@ class Analyzer:
                 later=second,
                 space=main.space.name.lower(),
                 pool=main.pool,
-                pages=tuple(pages),
+                pages=pages,
                 layers=(
                     max(earlier.layers[0], later.layers[0]),
                     min(earlier.layers[1], later.layers[1]),
@@ -382,6 +609,7 @@ class Analyzer:
                 coarse="forward" in (first.what, second.what),
                 fingerprint=fingerprint(hazard, first.site, second.site, on, waiter, self._names.engine),
                 secondary=secondary,
+                also=tuple(Shared(space.name.lower(), pool, ids) for (space, pool), ids in shared.items()),
             )
         )
 
@@ -436,11 +664,37 @@ def _timing(earlier: Operation, later: Operation) -> Timing:
     return Timing.BROKEN if later.start_ns < earlier.end_ns - tolerance else Timing.KEPT
 
 
+def _by_pool(overlaps: tuple[Overlap, ...]) -> dict[tuple[Space, int], tuple[int, ...]]:
+    """Shared ids of each space and pool, ascending."""
+    found: dict[tuple[Space, int], set[int]] = {}
+    for overlap in overlaps:
+        found.setdefault((overlap.space, overlap.pool), set()).update(overlap.pages.tolist())
+    return {key: tuple(sorted(ids)) for key, ids in found.items()}
+
+
 def _severity(overlap: Overlap) -> tuple[bool, bool, bool]:
     """Both write, then read-after-write, then write-after-read; device pages before the rest."""
     both = overlap.earlier is Mode.WRITE and overlap.later is Mode.WRITE
     return overlap.space is Space.DEVICE, both, overlap.earlier is Mode.WRITE
 
+
+def _predecessors(record: GraphNode) -> Iterable[int]:
+    """Entries that a graph's entry follows directly."""
+    if record.after == IN_ORDER:
+        return (record.index - 1,) if record.index else ()
+    return (index for index in range(record.index) if record.after >> index & 1)
+
+
+_IO: Final = {
+    IoKind.STORAGE_READ: "storage",
+    IoKind.STORAGE_WRITE: "storage",
+    IoKind.DEVICE_READ: "device read",
+    IoKind.RDMA_WRITE: "rdma",
+}
+_ROLE: Final = {"copy": "forward", "device read": "backup"}
+"""What an operation counts as when it touches device pages."""
+_TRANSFERS: Final = ("restore", "backup", "storage", "device read", "rdma")
+"""Operations whose pages their owner must not give away before it knows them to be over."""
 
 _DEVICE_HAZARDS: Final = {
     ("forward", Mode.WRITE, "restore", Mode.WRITE): Hazard.WAW_FORWARD_RESTORE,
@@ -452,28 +706,19 @@ _DEVICE_HAZARDS: Final = {
 }
 
 
-def _hazard(overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation) -> Hazard:
-    main = max(overlaps, key=_severity)
-    if main.space is Space.HOST:
-        return Hazard.HOST_REUSE
-    if main.space is Space.BUFFER:
-        return Hazard.METADATA_WAR
-    key = (earlier.label.what, main.earlier, later.label.what, main.later)
-    return _DEVICE_HAZARDS.get(key, Hazard.OTHER)
-
-
 def _checked_hazards(what: str, space: Space, mode: Mode) -> tuple[Hazard, ...]:
     if space is Space.HOST:
         return (Hazard.HOST_REUSE,)
     if space is Space.BUFFER:
         return (Hazard.METADATA_WAR,)
-    found = {h for (_, _, later, later_mode), h in _DEVICE_HAZARDS.items() if (later, later_mode) == (what, mode)}
+    role = (_ROLE.get(what, what), mode)
+    found = {h for (_, _, later, later_mode), h in _DEVICE_HAZARDS.items() if (later, later_mode) == role}
     return tuple(sorted(found))
 
 
 _CHECKED: Final = {
     (what, space, mode): _checked_hazards(what, space, mode)
-    for what in ("forward", "restore", "backup", "copy", "kernel", "host")
+    for what in ("forward", "restore", "backup", "copy", "kernel", "host", "graph", "relocate", *_IO.values())
     for space in Space
     for mode in Mode
 }

@@ -61,7 +61,7 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self._actors: dict[tuple[str, int], Actor] = {}
+        self._actors: dict[tuple[str | int, ...], Actor] = {}
         self._clocks: list[list[Clock]] = []
         self._kinds: dict[Actor, StreamKind] = {}
         self._events: dict[EventId, Snapshot] = {}
@@ -92,8 +92,16 @@ class Order:
         """State a stream's kind; streams never declared are non-blocking."""
         self._kinds[self.stream(stream)] = kind
 
-    def _actor(self, space: str, ident: int) -> Actor:
-        key = (space, ident)
+    def node(self, graph: int, index: int) -> Actor:
+        """Actor of one entry of a graph. Replays of a graph follow each other, so the entry's runs are in order."""
+        return self._actor("g", graph, index)
+
+    def io(self, slot: int) -> Actor:
+        """Actor of a transfer in no stream; the caller gives out slots so that users of one are in order."""
+        return self._actor("i", slot)
+
+    def _actor(self, space: str, *ident: int) -> Actor:
+        key: tuple[str | int, ...] = (space, *ident)
         actor = self._actors.get(key)
         if actor is None:
             actor = self._actors[key] = len(self._clocks)
@@ -153,6 +161,14 @@ class Order:
         """The event's current record, ``None`` if it was never recorded."""
         return self._events.get(event)
 
+    def note(self, actor: Actor, seq: int) -> Snapshot:
+        """What ``actor``'s next operation happens after, as it is now; no marker, no work of its own."""
+        return Snapshot([clock.copy() for clock in self._clocks[actor]], actor, seq)
+
+    def follow(self, actor: Actor, other: Actor) -> None:
+        """``actor`` follows everything ``other`` has done so far, for good and on every level."""
+        self._merge(actor, self._clocks[other], GUARANTEED)
+
     def join(self, actor: Actor, snapshot: Snapshot, *, polled: bool = False) -> None:
         """``actor`` (a stream that waits, a thread that synchronised or polled) follows ``snapshot`` from now on.
 
@@ -167,15 +183,11 @@ class Order:
             snapshot.levels.append(snapshot.levels[-1].copy())
         self._merge(actor, snapshot.levels, level)
 
-    def observe(self, thread: Actor, stream: Actor) -> None:
-        """``thread`` waited until all work queued on ``stream`` was complete."""
-        self._merge(thread, self._clocks[stream], GUARANTEED)
-
     def observe_all(self, thread: Actor) -> None:
         """``thread`` waited until all work queued on every stream was complete."""
-        for (space, _), actor in self._actors.items():
-            if space == "s":
-                self._merge(thread, self._clocks[actor], GUARANTEED)
+        for key, actor in self._actors.items():
+            if key[0] == "s":
+                self.follow(thread, actor)
 
     def lose(self, seq: int) -> None:
         """Records before ``seq`` are missing: what named events mean is doubtful until they are recorded again."""
@@ -183,7 +195,7 @@ class Order:
 
     def floor(self) -> Clock:
         """Per actor, the epoch that every host thread knows to be complete: older operations cannot race."""
-        threads = [self._clocks[actor][0] for (space, _), actor in self._actors.items() if space == "t"]
+        threads = [self._clocks[actor][0] for key, actor in self._actors.items() if key[0] == "t"]
         if not threads:
             return [0] * len(self._clocks)
         return [min(column) for column in zip(*threads, strict=True)]

@@ -30,7 +30,7 @@ from hicache_obs.records import Access, Mode, OpId, PageIds, Space, StreamId, Th
 
 MAX_GROUPS: Final = 8192
 MAX_IDS: Final = 1 << 26
-"""Ids of one pool are below this: the shadow keeps 17 bytes for each up to the largest."""
+"""Ids of one pool are below this: the shadow keeps 33 bytes for each up to the largest."""
 _NO_PAGES: Final = np.empty(0, np.int64)
 
 
@@ -39,7 +39,8 @@ class Label:
     """What an operation is, for classification and for people.
 
     Attributes:
-        what: ``forward``, ``restore``, ``backup``, ``copy``, ``kernel`` (touches no KV page) or ``host``.
+        what: ``forward``, ``restore``, ``backup``, ``copy``, ``kernel`` (touches no KV page), ``graph``, ``relocate``,
+            ``storage``, ``device read``, ``rdma`` (I/O in no stream) or ``host``.
         site: Id of the code site.
         stream: ``None`` for a host access.
         number: Round id or transfer id.
@@ -151,10 +152,13 @@ class _Cells:
     wrote: npt.NDArray[np.int64]
     touched: npt.NDArray[np.int64]
     scratch: npt.NDArray[np.bool_]
+    freed: npt.NDArray[np.int64]
+    moved: npt.NDArray[np.int64]
 
     @classmethod
     def empty(cls) -> _Cells:
-        return cls(np.zeros(1024, np.int64), np.zeros(1024, np.int64), np.zeros(1024, np.bool_))
+        empty = np.zeros(0, np.int64)
+        return cls(empty, empty, np.zeros(0, np.bool_), empty, empty)
 
     def reach(self, ids: PageIds) -> None:
         """Make room for ``ids``."""
@@ -162,10 +166,12 @@ class _Cells:
         if top > MAX_IDS or int(ids.min()) < 0:
             raise TraceError(f"page or buffer ids {int(ids.min())} to {top - 1}; expected 0 to {MAX_IDS - 1}")
         if top > len(self.wrote):
-            more = max(top, 2 * len(self.wrote)) - len(self.wrote)
-            self.wrote = np.concatenate([self.wrote, np.zeros(more, np.int64)])
-            self.touched = np.concatenate([self.touched, np.zeros(more, np.int64)])
-            self.scratch = np.concatenate([self.scratch, np.zeros(more, np.bool_)])
+            size = max(1024, top, 2 * len(self.wrote))
+            for name in ("wrote", "touched", "scratch", "freed", "moved"):
+                old = getattr(self, name)
+                new = np.zeros(size, old.dtype)
+                new[: len(old)] = old
+                setattr(self, name, new)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,6 +253,33 @@ class Shadow:
             shared = group.shared[earlier.number] = tuple(self._overlaps(group, earlier))
         return shared
 
+    def note_free(self, access: Access, seq: int) -> None:
+        """The ids were given back to their allocator at ``seq``."""
+        if len(access.ids):
+            self._reach(access).freed[access.ids] = seq + 1
+
+    def note_move(self, access: Access, seq: int) -> None:
+        """The contents of the ids were moved elsewhere at ``seq``."""
+        if len(access.ids):
+            self._reach(access).moved[access.ids] = seq + 1
+
+    def freed_since(self, overlap: Overlap, seq: int) -> bool:
+        """Whether a shared page was given back after ``seq``."""
+        cells = self._cells[overlap.space, overlap.pool]
+        return bool((cells.freed[overlap.pages] > seq + 1).any())
+
+    def moved_since(self, overlap: Overlap, seq: int) -> bool:
+        """Whether a shared page was moved away after ``seq``."""
+        cells = self._cells[overlap.space, overlap.pool]
+        return bool((cells.moved[overlap.pages] > seq + 1).any())
+
+    def _reach(self, access: Access) -> _Cells:
+        cells = self._cells.get((access.space, access.pool))
+        if cells is None:
+            cells = self._cells[access.space, access.pool] = _Cells.empty()
+        cells.reach(access.ids)
+        return cells
+
     def prune(self, floor: Clock) -> None:
         """Forget operations that every host thread knows to be complete (``Order.floor``)."""
         for actor, history in self._history.items():
@@ -296,10 +329,7 @@ class Shadow:
         for access in group.accesses:
             if not len(access.ids):
                 continue
-            cells = self._cells.get((access.space, access.pool))
-            if cells is None:
-                cells = self._cells[access.space, access.pool] = _Cells.empty()
-            cells.reach(access.ids)
+            cells = self._reach(access)
             source = cells.touched if access.mode is Mode.WRITE else cells.wrote
             last = source.take(access.ids)
             lookups.append(Lookup(access, int(np.count_nonzero(last))))

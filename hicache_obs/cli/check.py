@@ -11,9 +11,10 @@ from typing import Any, Final
 import click
 
 from hicache_obs.analyzer import Analyzer, explain
+from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
-from hicache_obs.findings import ExitCode, Finding, Verdict, worst
+from hicache_obs.findings import ExitCode, Finding, Shared, Verdict, worst
 from hicache_obs.readers import open_trace
 from hicache_obs.records import OpId
 from hicache_obs.trace import Trace
@@ -23,6 +24,7 @@ OUTCOMES: Final = {
     ExitCode.FINDINGS: "findings",
     ExitCode.NOTHING_CHECKED: "nothing-checked",
 }
+_RESOURCES: Final = {"device": "pages", "host": "host_pages", "buffer": "buffers"}
 SHOWN: Final = 20
 """Findings explained in full per file; the rest are counted."""
 
@@ -46,6 +48,7 @@ class _Report:
     trace: Trace
     keeper: _Keeper
     pairs_checked: int
+    stalls: StallReport
     code: ExitCode
 
     @property
@@ -81,7 +84,11 @@ def _analyse(path: Path) -> _Report:
     analyzer.feed(trace)
     analyzer.finish()
     lookups = analyzer.totals.lookups
-    return _Report(trace, keeper, lookups, keeper.exit_code(lookups))
+    stalls = find_stalls(trace)
+    code = keeper.exit_code(lookups)
+    if code is ExitCode.NOTHING_CHECKED and stalls.stalls and not keeper.verdicts[Verdict.UNKNOWN]:
+        code = ExitCode.CLEAN  # collectives were compared: that is a check
+    return _Report(trace, keeper, lookups, stalls, code)
 
 
 def _show(report: _Report) -> None:
@@ -89,6 +96,10 @@ def _show(report: _Report) -> None:
     click.echo(fit(summary, indent=FINDING_INDENT))
     for finding in report.keeper.findings[:SHOWN]:
         click.echo("\n" + fit(explain(finding), indent=FINDING_INDENT))
+    for stall in report.stalls.stalls:
+        click.echo(fit(_stall_line(report.trace, stall), indent=2))
+    if report.stalls.note:
+        click.echo(fit(f"  {report.stalls.note}", indent=2))
     hidden = len(report.keeper.findings) - SHOWN
     if hidden > 0:
         click.echo(f"\n... and {hidden} more; --json lists them all")
@@ -101,15 +112,27 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "file": str(report.trace.source),
         "outcome": report.outcome,
         "pairs_checked": report.pairs_checked,
-        "races": [_race(report.trace, finding) for finding in report.keeper.findings],
+        "races": _races(report.trace, report.keeper.findings),
+        "stalls": [stall.as_json(report.trace) for stall in report.stalls.stalls],
     }
 
 
+def _races(trace: Trace, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """One entry per pair of steps: entries of one graph replay are one step."""
+    races: dict[tuple[str | int, str | int], dict[str, Any]] = {}
+    for finding in findings:
+        race = _race(trace, finding)
+        known = races.setdefault(tuple(race["between"]), race)
+        if known is not race:
+            for key in (*_RESOURCES.values(), "layers"):
+                known[key] = sorted({*known[key], *race[key]})
+    return list(races.values())
+
+
 def _race(trace: Trace, finding: Finding) -> dict[str, Any]:
-    spaces = {"device": "pages", "host": "host_pages", "buffer": "buffers"}
-    resources: dict[str, list[Any]] = {name: [] for name in spaces.values()}
-    names = trace.names.buffers if finding.space == "buffer" else {}
-    resources[spaces[finding.space]] = [names.get(page, page) for page in finding.pages]
+    resources: dict[str, list[Any]] = {name: [] for name in _RESOURCES.values()}
+    for shared in (Shared(finding.space, finding.pool, finding.pages), *finding.also):
+        resources[_RESOURCES[shared.space]] += [_resource(trace, shared, page) for page in shared.pages]
     low, high = finding.layers
     return {
         "fingerprint": finding.fingerprint,
@@ -120,6 +143,30 @@ def _race(trace: Trace, finding: Finding) -> dict[str, Any]:
         "verdict": finding.verdict.value,
         "cause": finding.cause.value,
     }
+
+
+def _stall_line(trace: Trace, stall: Stall) -> str:
+    """One line for people."""
+    text = f"  {stall.kind.value} ({stall.cause.value}) at {trace.label(stall.at)}: {stall.waiter} "
+    text += "waits for ever" if stall.blocked_ns is None else f"stands still for {stall.blocked_ns / 1e3:,.0f} us"
+    if stall.needed is not None:
+        text += f"; waiting for {trace.label(stall.needed)} alone would do"
+    elif stall.move_to is not None:
+        move = stall.move_to
+        text += f"; only thread {trace.names.thread(move.thread)} needs it, before {trace.label(move.before)}"
+    elif stall.copies:
+        text += f"; all of {len(stall.copies)} layer copies were over before it could begin"
+    elif not stall.ranks:
+        text += "; nothing needs this wait"
+    return text
+
+
+def _resource(trace: Trace, shared: Shared, page: int) -> str | int:
+    """A buffer's name, or a page; pages of other pools than the first are written ``pool:id``."""
+    if shared.space == "buffer":
+        return trace.names.buffers.get(page, str(page))
+    pools = trace.names.host_pools if shared.space == "host" else trace.names.pools
+    return f"{pools.get(shared.pool, str(shared.pool))}:{page}" if shared.pool else page
 
 
 def _step(trace: Trace, op: OpId) -> str | int:

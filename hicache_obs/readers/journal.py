@@ -24,6 +24,7 @@ from hicache_obs.readers.journal_format import (
     JOURNAL_VERSION,
     KIND_NAMES,
     META,
+    OPTIONAL,
     SCHEMA,
     STREAM_START,
     JournalInfo,
@@ -33,6 +34,7 @@ from hicache_obs.records import (
     NO_OP,
     Access,
     AnyRecord,
+    Collective,
     Define,
     DefineSpace,
     Direction,
@@ -41,8 +43,13 @@ from hicache_obs.records import (
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Lost,
     Memcpy,
@@ -54,10 +61,15 @@ from hicache_obs.records import (
     Purpose,
     Record,
     RecordStream,
+    Relocate,
     Space,
     StreamId,
     StreamKind,
+    TensorAlloc,
+    TensorFree,
     ThreadId,
+    ThreadPost,
+    ThreadRecv,
     Times,
     WaitStream,
 )
@@ -262,7 +274,7 @@ class _Column:
     def take(self, rows: npt.NDArray[np.intp], kind: str) -> list[Any]:
         """The values of ``rows``, all of ``kind``; a null where a value belongs is an error."""
         valid = self._valid[rows]
-        optional = kind == "host_sync" and self._name == "stream"
+        optional = (kind, self._name) in _OPTIONAL
         if not valid.all() and not optional:
             raise _Damaged(f"record {rows[~valid][0]} ({kind}): no {self._name}")
         if self._text is not None:
@@ -295,6 +307,26 @@ def _define(o: OpId, t: ThreadId, h: int, space: int, number: int, text: str, va
     return Define(o, t, h, DefineSpace(space), number, text, value)
 
 
+def _graph_replay(o: OpId, t: ThreadId, h: int, graph: int, stream: StreamId, *v: Any) -> GraphReplay:
+    site, group, nodes, begin, end, accesses = v
+    return GraphReplay(o, t, h, graph, stream, site, group, nodes, (begin, end), accesses)
+
+
+def _graph_node(o: OpId, t: ThreadId, h: int, index: int, after: int, *v: Any) -> GraphNode:
+    event, begin, end, accesses = v
+    return GraphNode(o, t, h, index, after, event, (begin, end), accesses)
+
+
+def _relocate(o: OpId, t: ThreadId, h: int, stream: StreamId, site: int, *v: Any) -> Relocate:
+    begin, end, accesses = v
+    return Relocate(o, t, h, stream, site, (begin, end), accesses)
+
+
+def _io_begin(o: OpId, t: ThreadId, h: int, io: int, kind: int, *v: Any) -> IoBegin:
+    site, begin, end, accesses = v
+    return IoBegin(o, t, h, io, IoKind(kind), site, (begin, end), accesses)
+
+
 # In the order of FIELDS: op, thread, host_ns, the fields of the kind, and last the accesses.
 _BY_KIND: Final[dict[type[Record], Callable[..., AnyRecord]]] = {
     Kernel: _kernel,
@@ -308,11 +340,22 @@ _BY_KIND: Final[dict[type[Record], Callable[..., AnyRecord]]] = {
     HostAccess: lambda o, t, h, site, begin, end, accesses: HostAccess(o, t, h, site, (begin, end), accesses),
     PageAlloc: lambda o, t, h, owner, accesses: PageAlloc(o, t, h, owner, _one(accesses)),
     PageFree: lambda o, t, h, owner, accesses: PageFree(o, t, h, owner, _one(accesses)),
-    RecordStream: lambda o, t, h, buffer, stream, _: RecordStream(o, t, h, buffer, stream),
+    RecordStream: lambda o, t, h, tensor, stream, _: RecordStream(o, t, h, tensor, stream),
     Times: lambda o, t, h, start_ns, end_ns, error_ns, _: Times(o, t, h, start_ns, end_ns, error_ns),
     Lost: lambda o, t, h, count, reason, _: Lost(o, t, h, count, DropReason(reason)),
     Define: _define,
+    GraphReplay: _graph_replay,
+    GraphNode: _graph_node,
+    Relocate: _relocate,
+    IoBegin: _io_begin,
+    IoEnd: lambda o, t, h, io, _: IoEnd(o, t, h, io),
+    ThreadPost: lambda o, t, h, channel, _: ThreadPost(o, t, h, channel),
+    ThreadRecv: lambda o, t, h, channel, _: ThreadRecv(o, t, h, channel),
+    TensorAlloc: lambda o, t, h, tensor, block, stream, _: TensorAlloc(o, t, h, tensor, block, stream),
+    TensorFree: lambda o, t, h, tensor, _: TensorFree(o, t, h, tensor),
+    Collective: lambda o, t, h, group, rank, site, _: Collective(o, t, h, group, rank, site),
 }
+_OPTIONAL: Final = frozenset((KIND_NAMES[kind], column) for kind, column in OPTIONAL)
 _MAKERS: Final = {
     KIND_NAMES[kind]: (make, tuple(name for name, _ in (*COMMON, *FIELDS[kind]))) for kind, make in _BY_KIND.items()
 }

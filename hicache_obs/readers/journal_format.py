@@ -18,13 +18,18 @@ import pyarrow as pa
 
 from hicache_obs.records import (
     KINDS,
+    Collective,
     Define,
     EventQuery,
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
     Kernel,
     Lost,
     Memcpy,
@@ -32,6 +37,11 @@ from hicache_obs.records import (
     PageFree,
     Record,
     RecordStream,
+    Relocate,
+    TensorAlloc,
+    TensorFree,
+    ThreadPost,
+    ThreadRecv,
     Times,
     WaitStream,
 )
@@ -63,7 +73,7 @@ COLUMNS: Final[tuple[tuple[str, Any], ...]] = (
     ("purpose", pa.int8()),
     ("result", pa.bool_()),
     ("owner", pa.int64()),
-    ("buffer", pa.int64()),
+    ("tensor", pa.int64()),
     ("start_ns", pa.int64()),
     ("end_ns", pa.int64()),
     ("error_ns", pa.int64()),
@@ -73,6 +83,16 @@ COLUMNS: Final[tuple[tuple[str, Any], ...]] = (
     ("id", pa.int64()),
     ("text", pa.string()),
     ("value", pa.int64()),
+    ("graph", pa.int64()),
+    ("nodes", pa.int64()),
+    ("index", pa.int64()),
+    ("after", pa.int64()),
+    ("io", pa.int64()),
+    ("io_kind", pa.int8()),
+    ("channel", pa.int64()),
+    ("block", pa.int64()),
+    ("collective_group", pa.int64()),
+    ("rank", pa.int64()),
 )
 ACCESSES: Final = "accesses"
 SCHEMA: Final = pa.schema([*COLUMNS, (ACCESSES, pa.list_(ACCESS))])
@@ -97,11 +117,23 @@ FIELDS: Final[dict[type[Record], tuple[tuple[str, Callable[[Any], Any]], ...]]] 
     HostAccess: (*_names("site"), *_LAYERS),
     PageAlloc: _names("owner"),
     PageFree: _names("owner"),
-    RecordStream: _names("buffer", "stream"),
+    RecordStream: _names("tensor", "stream"),
     Times: _names("start_ns", "end_ns", "error_ns"),
     Lost: _names("count", "reason"),
     Define: _names("space", "id", "text", "value"),
+    GraphReplay: (*_names("graph", "stream", "site", "group", "nodes"), *_LAYERS),
+    GraphNode: (*_names("index", "after", "event"), *_LAYERS),
+    Relocate: (*_names("stream", "site"), *_LAYERS),
+    IoBegin: (*_names("io"), ("io_kind", attrgetter("kind")), *_names("site"), *_LAYERS),
+    IoEnd: _names("io"),
+    ThreadPost: _names("channel"),
+    ThreadRecv: _names("channel"),
+    TensorAlloc: _names("tensor", "block", "stream"),
+    TensorFree: _names("tensor"),
+    Collective: _names("collective_group", "rank", "site"),
 }
+OPTIONAL: Final[frozenset[tuple[type[Record], str]]] = frozenset({(HostSync, "stream"), (GraphNode, "event")})
+"""Columns that may be null in a record that has the field."""
 KIND_NAMES: Final = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() for kind in KINDS}
 """``Kernel`` is ``kernel``, ``WaitStream`` is ``wait_stream``."""
 COMMON: Final = _names("op", "thread", "host_ns")

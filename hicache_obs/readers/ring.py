@@ -32,6 +32,7 @@ from hicache_obs.records import (
     Access,
     AnyRecord,
     CaptureMode,
+    Collective,
     Define,
     DefineSpace,
     Direction,
@@ -41,8 +42,13 @@ from hicache_obs.records import (
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Lost,
     Memcpy,
@@ -54,11 +60,16 @@ from hicache_obs.records import (
     Purpose,
     Ranks,
     RecordStream,
+    Relocate,
     RingWord,
     Space,
     StreamId,
     StreamKind,
+    TensorAlloc,
+    TensorFree,
     ThreadId,
+    ThreadPost,
+    ThreadRecv,
     Times,
     WaitStream,
 )
@@ -75,6 +86,7 @@ _MODES: Final = tuple(Mode)
 _DIRECTIONS: Final = tuple(Direction)
 _PURPOSES: Final = tuple(Purpose)
 _REASONS: Final = tuple(DropReason)
+_IO_KINDS: Final = tuple(IoKind)
 _STREAM_KINDS: Final = tuple(StreamKind)
 _DEFINE_SPACES: Final = tuple(DefineSpace)
 
@@ -150,6 +162,16 @@ class _Decoder:
             self._times,
             self._lost,
             self._define,
+            self._graph_replay,
+            self._graph_node,
+            self._relocate,
+            self._io_begin,
+            self._io_end,
+            self._thread_post,
+            self._thread_recv,
+            self._tensor_alloc,
+            self._tensor_free,
+            self._collective,
         )
         assert len(self._makers) == len(KINDS)
 
@@ -294,6 +316,44 @@ class _Decoder:
         if space is DefineSpace.STREAM:
             _one_of(_STREAM_KINDS, f[7], "stream kind")
         return Define(OpId(f[4]), ThreadId(f[3]), f[5], space, f[6], text, f[7])
+
+    def _graph_replay(self, place: int, f: tuple[int, ...]) -> GraphReplay:
+        return GraphReplay(
+            OpId(f[4]), ThreadId(f[3]), f[5], f[9], StreamId(f[6]), f[7], f[8], f[2], (f[10], f[11]),
+            self._accesses(place, f[1]),
+        )  # fmt: skip
+
+    def _graph_node(self, place: int, f: tuple[int, ...]) -> GraphNode:
+        event = EventId(f[6]) if f[2] else None
+        accesses = self._accesses(place, f[1])
+        return GraphNode(OpId(f[4]), ThreadId(f[3]), f[5], f[8], f[7], event, (f[10], f[11]), accesses)
+
+    def _relocate(self, place: int, f: tuple[int, ...]) -> Relocate:
+        accesses = self._accesses(place, f[1])
+        return Relocate(OpId(f[4]), ThreadId(f[3]), f[5], StreamId(f[6]), f[7], (f[10], f[11]), accesses)
+
+    def _io_begin(self, place: int, f: tuple[int, ...]) -> IoBegin:
+        kind = _one_of(_IO_KINDS, f[2], "I/O kind")
+        accesses = self._accesses(place, f[1])
+        return IoBegin(OpId(f[4]), ThreadId(f[3]), f[5], f[6], kind, f[7], (f[10], f[11]), accesses)
+
+    def _io_end(self, place: int, f: tuple[int, ...]) -> IoEnd:
+        return IoEnd(OpId(f[4]), ThreadId(f[3]), f[5], f[6])
+
+    def _thread_post(self, place: int, f: tuple[int, ...]) -> ThreadPost:
+        return ThreadPost(OpId(f[4]), ThreadId(f[3]), f[5], f[6])
+
+    def _thread_recv(self, place: int, f: tuple[int, ...]) -> ThreadRecv:
+        return ThreadRecv(OpId(f[4]), ThreadId(f[3]), f[5], f[6])
+
+    def _tensor_alloc(self, place: int, f: tuple[int, ...]) -> TensorAlloc:
+        return TensorAlloc(OpId(f[4]), ThreadId(f[3]), f[5], f[8], f[6], StreamId(f[7]))
+
+    def _tensor_free(self, place: int, f: tuple[int, ...]) -> TensorFree:
+        return TensorFree(OpId(f[4]), ThreadId(f[3]), f[5], f[8])
+
+    def _collective(self, place: int, f: tuple[int, ...]) -> Collective:
+        return Collective(OpId(f[4]), ThreadId(f[3]), f[5], f[6], f[8], f[7])
 
 
 class RingReader:

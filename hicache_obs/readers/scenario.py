@@ -1,27 +1,59 @@
 """Reads a scenario: a small program trace as JSON (``tests/cases/README.md`` has the vocabulary).
 
-Step ``sN`` of the file becomes the record with operation id N, its position in the file; ``Trace.labels`` has the
-step ids. ``expect`` is never read. A scenario states no device times, so no ``Times`` record comes out of it; stated
-durations are in ``Trace.planned_ns``, for simulations.
+Each step becomes one record, and each entry of a graph replay one more. Operation ids count them from 1, so that step
+``sN`` of a file without such entries is operation N; ``Trace.labels`` has the step ids. ``expect`` is never read. A
+scenario states no device times, so no ``Times`` record comes out of it; stated durations are in ``Trace.planned_ns``,
+for simulations. ``scenario_format`` has the keys.
 """
 
 from __future__ import annotations
 
 import os
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Any, Final
 
 import msgspec
-from msgspec import Meta, Struct
 
 from hicache_obs.errors import TraceError
+from hicache_obs.readers.scenario_format import (
+    DEFAULT_THREAD,
+    STEPS,
+    BadStep,
+    ChannelStep,
+    CollectiveStep,
+    DevicePage,
+    EventQueryStep,
+    EventStreamStep,
+    EventSyncStep,
+    GraphEntry,
+    GraphReplayStep,
+    HostAccessStep,
+    HostSyncStep,
+    IoBeginStep,
+    IoEndStep,
+    KernelStep,
+    MemcpyStep,
+    PagesStep,
+    RecordStreamStep,
+    RelocateStep,
+    ScenarioFile,
+    Step,
+    TensorAllocStep,
+    TensorFreeStep,
+    WaitStreamStep,
+    check_step,
+    explain,
+)
 from hicache_obs.records import (
     ALL_LAYERS,
+    IN_ORDER,
+    MAX_AFTER,
     NO_OP,
     Access,
     AnyRecord,
+    Collective,
     Define,
     DefineSpace,
     Direction,
@@ -30,18 +62,29 @@ from hicache_obs.records import (
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Memcpy,
     Mode,
     OpId,
     PageAlloc,
     PageFree,
+    RecordStream,
+    Relocate,
     Space,
     StreamId,
     StreamKind,
+    TensorAlloc,
+    TensorFree,
     ThreadId,
+    ThreadPost,
+    ThreadRecv,
     WaitStream,
     page_ids,
 )
@@ -49,141 +92,21 @@ from hicache_obs.trace import Trace, make_trace
 
 MAX_BYTES: Final = 64 << 20
 DEFAULT_POOL: Final = "kv"
-DEFAULT_THREAD: Final = "main"
+HOST_POOL: Final = "host"
 _NS_PER_US: Final = 1000
 
-HostPage = Annotated[int, Meta(ge=0, lt=2**31)]
-DevicePage = HostPage | Annotated[str, Meta(pattern=r"^[^:]+:[0-9]{1,9}$")]
-Micros = Annotated[float, Meta(ge=0, le=1e12)]
-Name = Annotated[str, Meta(min_length=1)]
-
-
-class _Step(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Keys that every step may have."""
-
-    id: Name
-    op: str
-    thread: Name = DEFAULT_THREAD
-    rank: Annotated[int, Meta(ge=0)] = 0
-    name: str = ""
-    dur_us: Micros = 10
-    host_us: Micros = 2
-    layer: Annotated[int, Meta(ge=0, lt=2**31 - 1)] | None = None
-
-
-class _KernelStep(_Step, kw_only=True, frozen=True):
-    stream: Name
-    reads: tuple[DevicePage, ...] = ()
-    writes: tuple[DevicePage, ...] = ()
-    reads_host: tuple[HostPage, ...] = ()
-    writes_host: tuple[HostPage, ...] = ()
-    reads_buf: tuple[Name, ...] = ()
-    writes_buf: tuple[Name, ...] = ()
-
-
-class _MemcpyStep(_Step, kw_only=True, frozen=True):
-    kind: Literal["h2d", "d2h", "d2d"]
-    stream: Name
-    device_pages: tuple[DevicePage, ...] = ()
-    host_pages: tuple[HostPage, ...] = ()
-    src_pages: tuple[DevicePage, ...] = ()
-    dst_pages: tuple[DevicePage, ...] = ()
-    src_buf: Name | None = None
-    dst_buf: Name | None = None
-
-
-class _EventStreamStep(_Step, kw_only=True, frozen=True):
-    event: Name
-    stream: Name
-
-
-class _WaitStreamStep(_Step, kw_only=True, frozen=True):
-    waiter: Name
-    on: Name
-
-
-class _EventQueryStep(_Step, kw_only=True, frozen=True):
-    event: Name
-    result: bool
-
-
-class _EventSyncStep(_Step, kw_only=True, frozen=True):
-    event: Name
-
-
-class _HostSyncStep(_Step, kw_only=True, frozen=True):
-    scope: Literal["stream", "device"]
-    stream: Name | None = None
-
-
-class _HostAccessStep(_Step, kw_only=True, frozen=True):
-    reads_buf: tuple[Name, ...] = ()
-    writes_buf: tuple[Name, ...] = ()
-    reads_host: tuple[HostPage, ...] = ()
-    writes_host: tuple[HostPage, ...] = ()
-
-
-class _PagesStep(_Step, kw_only=True, frozen=True):
-    pool: Literal["device", "host"]
-    pages: tuple[DevicePage, ...]
-    owner: str = ""
-
-
-class _StreamDecl(Struct, forbid_unknown_fields=True, frozen=True):
-    kind: Literal["nonblocking", "blocking", "legacy"] = "nonblocking"
-
-
-class _File(Struct, forbid_unknown_fields=True, frozen=True):
-    """The keys of a file; those that only describe it may hold anything."""
-
-    steps: tuple[msgspec.Raw, ...]
-    streams: dict[Name, _StreamDecl] = {}
-    layers: Annotated[int, Meta(ge=1)] | None = None
-    id: msgspec.Raw = msgspec.Raw()
-    title: msgspec.Raw = msgspec.Raw()
-    role: msgspec.Raw = msgspec.Raw()
-    source: msgspec.Raw = msgspec.Raw()
-    note: msgspec.Raw = msgspec.Raw()
-    exhaustive: msgspec.Raw = msgspec.Raw()
-    expect: msgspec.Raw = msgspec.Raw()
-
-
-NOT_YET: Final = frozenset(
-    {
-        "graph_replay",
-        "relocate",
-        "io_begin",
-        "io_end",
-        "thread_post",
-        "thread_recv",
-        "tensor_alloc",
-        "tensor_free",
-        "record_stream",
-        "collective",
-    }
-)
-"""Operations of the format that have no record kind yet."""
-
-_CHOICES: Final[dict[type[Struct], str]] = {
-    _MemcpyStep: "h2d, d2h, d2d",
-    _HostSyncStep: "stream, device",
-    _PagesStep: "device, host",
-    _File: "nonblocking, blocking, legacy",
-}
-"""Values of the one key of each that takes a fixed set."""
 _MEMCPY_KEYS: Final = {
     "h2d": (Direction.HOST_TO_DEVICE, "host_pages", "device_pages"),
     "d2h": (Direction.DEVICE_TO_HOST, "device_pages", "host_pages"),
     "d2d": (Direction.DEVICE_TO_DEVICE, "src_pages", "dst_pages"),
 }
-StepT = TypeVar("StepT", bound=_Step)
 
 
 def read_scenario(path: str | os.PathLike[str]) -> Trace:
     """The records of a scenario file, definitions first.
 
     Raises:
-        TraceError: The file is not a scenario, or uses an operation that is not supported yet; names the step.
+        TraceError: The file is not a scenario; names the step, and says what was allowed.
     """
     target = Path(path)
     try:
@@ -198,9 +121,9 @@ def read_scenario(path: str | os.PathLike[str]) -> Trace:
 def parse_scenario(data: bytes, *, source: str) -> Trace:
     """Like ``read_scenario``, of a file's contents; ``source`` stands for its name in messages."""
     try:
-        file = msgspec.json.decode(data, type=_File)
+        file = msgspec.json.decode(data, type=ScenarioFile)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise TraceError(f"{source}: {_explain(error, _File)}") from None
+        raise TraceError(f"{source}: {explain(error, ScenarioFile)}") from None
     program = _Program(file)
     for position, raw in enumerate(file.steps, 1):
         step_id = f"number {position}"
@@ -209,62 +132,69 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
                 fields = msgspec.json.decode(raw)
                 if isinstance(fields, dict) and isinstance(fields.get("id"), str):
                     step_id = fields["id"]
-                program.add(OpId(position), _check(fields))
+                program.add(check_step(fields))
             except (msgspec.ValidationError, RecursionError) as error:
-                raise _BadStep(str(error)) from None
-        except _BadStep as error:
+                raise BadStep(str(error)) from None
+        except BadStep as error:
             raise TraceError(f"{source}: step {step_id}: {error}") from None
     return make_trace(
         source, [*program.defines, *program.records], labels=program.labels, planned_ns=program.planned_ns
     )
 
 
-class _BadStep(Exception):
-    """Says what is wrong with a step."""
-
-
 class _Program:
     """Turns checked steps into records and numbers the names in them, in order of appearance."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: ScenarioFile) -> None:
         self.records: list[AnyRecord] = []
         self.defines: list[Define] = []
         self.labels: dict[OpId, str] = {}
         self.planned_ns: dict[OpId, int] = {}
         self._layers = file.layers
-        self._ids: dict[tuple[DefineSpace, str], int] = {}
+        self._ids: dict[DefineSpace, dict[str, int]] = {}
         self._seen: dict[str, int] = {}
+        """Position of each step, by its id."""
         self._host_ns = 0
+        self._posts: Counter[str] = Counter()
+        """Posts without a receive yet, by channel."""
+        self._transfers: dict[str, str | None] = {}
+        """Step that began each transfer, ``None`` once it ended."""
+        self._tensors: dict[str, TensorAllocStep] = {}
+        """How each live tensor was allocated."""
         self._id(DefineSpace.THREAD, DEFAULT_THREAD)
         self._id(DefineSpace.POOL, DEFAULT_POOL, value=file.layers or 0)
         for name, stream in file.streams.items():
             self._id(DefineSpace.STREAM, name, value=StreamKind[stream.kind.upper()])
 
-    def add(self, op: OpId, step: _Step) -> None:
-        """Append the record of one step."""
+    def add(self, step: Step) -> None:
+        """Append the records of one step."""
         if step.id in self._seen:
-            raise _BadStep(f"id {step.id!r} is taken by step number {self._seen[step.id]}; ids must be unique")
-        if step.rank:
-            raise _BadStep(f"rank {step.rank} is not supported yet; only rank 0 is")
-        if step.layer is not None and self._layers is not None and step.layer >= self._layers:
-            raise _BadStep(f"layer {step.layer} of a scenario with {self._layers} layers; must be below")
-        record = _MAKERS[step.op](self, op, step)
-        self._seen[step.id] = op
-        self.labels[op] = step.id
-        self.planned_ns[op] = round(step.dur_us * _NS_PER_US)
-        self.records.append(record)
+            raise BadStep(f"id {step.id!r} is taken by step number {self._seen[step.id]}; ids must be unique")
+        self._seen[step.id] = len(self._seen) + 1
+        self._layers_of(step)  # a layer that does not exist is a mistake whatever the operation
+        op = self._next_op()
+        self._append(_MAKERS[step.op](self, op, step), step, step.dur_us)
+        if isinstance(step, GraphReplayStep) and step.nodes is not None:
+            self._append_nodes(step, step.nodes)
         self._host_ns += round(step.host_us * _NS_PER_US)
 
+    def _next_op(self) -> OpId:
+        return OpId(len(self.records) + 1)
+
+    def _append(self, record: AnyRecord, step: Step, dur_us: float) -> None:
+        self.labels[record.op] = step.id
+        self.planned_ns[record.op] = round(dur_us * _NS_PER_US)
+        self.records.append(record)
+
     def _id(self, space: DefineSpace, name: str, *, value: int = 0) -> int:
-        key = (space, name)
-        number = self._ids.get(key)
+        known = self._ids.setdefault(space, {})
+        number = known.get(name)
         if number is None:
-            number = sum(1 for other, _ in self._ids if other is space)
-            self._ids[key] = number
+            number = known[name] = len(known)
             self.defines.append(Define(NO_OP, ThreadId(0), 0, space, number, name, value))
         return number
 
-    def _base(self, op: OpId, step: _Step) -> tuple[OpId, ThreadId, int]:
+    def _base(self, op: OpId, step: Step) -> tuple[OpId, ThreadId, int]:
         return op, ThreadId(self._id(DefineSpace.THREAD, step.thread)), self._host_ns
 
     def _stream(self, name: str) -> StreamId:
@@ -273,13 +203,30 @@ class _Program:
     def _event(self, name: str) -> EventId:
         return EventId(self._id(DefineSpace.EVENT, name))
 
-    def _site(self, step: _Step, otherwise: str) -> int:
+    def _site(self, step: Step, otherwise: str) -> int:
         return self._id(DefineSpace.SITE, step.name or otherwise)
 
-    def _layers_of(self, step: _Step) -> tuple[int, int]:
-        return ALL_LAYERS if step.layer is None else (step.layer, step.layer + 1)
+    def _layers_of(self, step: Step | GraphEntry) -> tuple[int, int]:
+        if step.layer is None:
+            return ALL_LAYERS
+        if self._layers is not None and step.layer >= self._layers:
+            raise BadStep(f"layer {step.layer} of a scenario with {self._layers} layers; must be below")
+        return step.layer, step.layer + 1
 
-    def _device(self, mode: Mode, pages: Iterable[int | str]) -> list[Access]:
+    def _work(self, step: KernelStep | GraphEntry) -> tuple[Access, ...]:
+        return (
+            *self._device(Mode.READ, step.reads),
+            *self._device(Mode.WRITE, step.writes),
+            *self._host(Mode.READ, step.reads_host),
+            *self._host(Mode.WRITE, step.writes_host),
+            *self._buffers(Mode.READ, step.reads_buf),
+            *self._buffers(Mode.WRITE, step.writes_buf),
+        )
+
+    def _host(self, mode: Mode, pages: Sequence[int]) -> list[Access]:
+        return _accesses(Space.HOST, mode, pages, self._id(DefineSpace.HOST_POOL, HOST_POOL)) if pages else []
+
+    def _device(self, mode: Mode, pages: Iterable[DevicePage]) -> list[Access]:
         pools: dict[str, list[int]] = {}
         for page in pages:
             pool, number = (DEFAULT_POOL, page) if isinstance(page, int) else _split(page)
@@ -296,23 +243,15 @@ class _Program:
 
     # -- one method per operation ----------------------------------------------------------------------------
 
-    def kernel(self, op: OpId, step: _KernelStep) -> Kernel:
-        accesses = (
-            *self._device(Mode.READ, step.reads),
-            *self._device(Mode.WRITE, step.writes),
-            *_accesses(Space.HOST, Mode.READ, step.reads_host),
-            *_accesses(Space.HOST, Mode.WRITE, step.writes_host),
-            *self._buffers(Mode.READ, step.reads_buf),
-            *self._buffers(Mode.WRITE, step.writes_buf),
-        )
+    def kernel(self, op: OpId, step: KernelStep) -> Kernel:
         site, stream = self._site(step, f"kernel on {step.stream}"), self._stream(step.stream)
-        return Kernel(*self._base(op, step), stream, site, op, 0, self._layers_of(step), accesses)
+        return Kernel(*self._base(op, step), stream, site, op, 0, self._layers_of(step), self._work(step))
 
-    def memcpy(self, op: OpId, step: _MemcpyStep) -> Memcpy:
+    def memcpy(self, op: OpId, step: MemcpyStep) -> Memcpy:
         direction, source_key, target_key = _MEMCPY_KEYS[step.kind]
         for key in ("device_pages", "host_pages", "src_pages", "dst_pages"):
             if getattr(step, key) and key not in (source_key, target_key):
-                raise _BadStep(f"key {key!r} does not fit kind {step.kind!r}; it takes {source_key!r}, {target_key!r}")
+                raise BadStep(f"key {key!r} does not fit kind {step.kind!r}; it takes {source_key!r}, {target_key!r}")
         accesses = (
             *self._pages(source_key, Mode.READ, step),
             *self._buffers(Mode.READ, (step.src_buf,)),
@@ -321,119 +260,184 @@ class _Program:
         )
         for mode, key, buffer in ((Mode.READ, source_key, "src_buf"), (Mode.WRITE, target_key, "dst_buf")):
             if not any(access.mode is mode for access in accesses):
-                raise _BadStep(f"kind {step.kind!r} needs key {key!r} or {buffer!r}")
+                raise BadStep(f"kind {step.kind!r} needs key {key!r} or {buffer!r}")
         site, stream = self._site(step, f"{step.kind} on {step.stream}"), self._stream(step.stream)
         return Memcpy(*self._base(op, step), stream, site, op, 0, self._layers_of(step), accesses, direction)
 
-    def _pages(self, key: str, mode: Mode, step: _MemcpyStep) -> list[Access]:
+    def _pages(self, key: str, mode: Mode, step: MemcpyStep) -> list[Access]:
         if key == "host_pages":
-            return _accesses(Space.HOST, mode, step.host_pages)
+            return self._host(mode, step.host_pages)
         return self._device(mode, getattr(step, key))
 
-    def event_record(self, op: OpId, step: _EventStreamStep) -> EventRecord:
+    def event_record(self, op: OpId, step: EventStreamStep) -> EventRecord:
         return EventRecord(*self._base(op, step), self._event(step.event), self._stream(step.stream))
 
-    def event_wait(self, op: OpId, step: _EventStreamStep) -> EventWait:
+    def event_wait(self, op: OpId, step: EventStreamStep) -> EventWait:
         return EventWait(*self._base(op, step), self._event(step.event), self._stream(step.stream))
 
-    def wait_stream(self, op: OpId, step: _WaitStreamStep) -> WaitStream:
+    def wait_stream(self, op: OpId, step: WaitStreamStep) -> WaitStream:
         return WaitStream(*self._base(op, step), self._stream(step.waiter), self._stream(step.on))
 
-    def event_query(self, op: OpId, step: _EventQueryStep) -> EventQuery:
+    def event_query(self, op: OpId, step: EventQueryStep) -> EventQuery:
         return EventQuery(*self._base(op, step), self._event(step.event), step.result)
 
-    def event_sync(self, op: OpId, step: _EventSyncStep) -> EventSync:
+    def event_sync(self, op: OpId, step: EventSyncStep) -> EventSync:
         return EventSync(*self._base(op, step), self._event(step.event))
 
-    def host_sync(self, op: OpId, step: _HostSyncStep) -> HostSync:
+    def host_sync(self, op: OpId, step: HostSyncStep) -> HostSync:
         if (step.scope == "stream") != (step.stream is not None):
-            raise _BadStep("scope 'stream' needs key 'stream', and scope 'device' takes none")
+            raise BadStep("scope 'stream' needs key 'stream', and scope 'device' takes none")
         return HostSync(*self._base(op, step), None if step.stream is None else self._stream(step.stream))
 
-    def host_access(self, op: OpId, step: _HostAccessStep) -> HostAccess:
+    def host_access(self, op: OpId, step: HostAccessStep) -> HostAccess:
         accesses = (
-            *_accesses(Space.HOST, Mode.READ, step.reads_host),
-            *_accesses(Space.HOST, Mode.WRITE, step.writes_host),
+            *self._host(Mode.READ, step.reads_host),
+            *self._host(Mode.WRITE, step.writes_host),
             *self._buffers(Mode.READ, step.reads_buf),
             *self._buffers(Mode.WRITE, step.writes_buf),
         )
         site = self._site(step, f"host access on {step.thread}")
         return HostAccess(*self._base(op, step), site, self._layers_of(step), accesses)
 
-    def alloc(self, op: OpId, step: _PagesStep) -> PageAlloc:
+    def alloc(self, op: OpId, step: PagesStep) -> PageAlloc:
         return PageAlloc(*self._base(op, step), self._id(DefineSpace.REQUEST, step.owner), self._owned(step))
 
-    def free(self, op: OpId, step: _PagesStep) -> PageFree:
+    def free(self, op: OpId, step: PagesStep) -> PageFree:
         return PageFree(*self._base(op, step), self._id(DefineSpace.REQUEST, step.owner), self._owned(step))
 
-    def _owned(self, step: _PagesStep) -> Access:
+    def _owned(self, step: PagesStep) -> Access:
         if step.pool == "host":
             numbers = [page for page in step.pages if isinstance(page, int)]
             if len(numbers) < len(step.pages):
-                raise _BadStep("pages of pool 'host' must be numbers")
-            found = _accesses(Space.HOST, Mode.WRITE, numbers)
+                raise BadStep("pages of pool 'host' must be numbers")
+            found = self._host(Mode.WRITE, numbers)
         else:
             found = self._device(Mode.WRITE, step.pages)
         if len(found) != 1:
-            raise _BadStep(f"pages of {len(found)} pools; one step takes pages of exactly one")
+            raise BadStep(f"pages of {len(found)} pools; one step takes pages of exactly one")
         return found[0]
 
+    def relocate(self, op: OpId, step: RelocateStep) -> Relocate:
+        accesses = (
+            *self._device(Mode.READ, [old for old, _ in step.moves]),
+            *self._device(Mode.WRITE, [new for _, new in step.moves]),
+        )
+        site, stream = self._site(step, f"relocate on {step.stream}"), self._stream(step.stream)
+        return Relocate(*self._base(op, step), stream, site, self._layers_of(step), accesses)
 
-_STEPS: Final[dict[str, type[_Step]]] = {
-    "kernel": _KernelStep,
-    "memcpy": _MemcpyStep,
-    "event_record": _EventStreamStep,
-    "event_wait": _EventStreamStep,
-    "wait_stream": _WaitStreamStep,
-    "event_query": _EventQueryStep,
-    "event_sync": _EventSyncStep,
-    "host_sync": _HostSyncStep,
-    "host_access": _HostAccessStep,
-    "alloc": _PagesStep,
-    "free": _PagesStep,
-}
+    def graph_replay(self, op: OpId, step: GraphReplayStep) -> GraphReplay:
+        accesses, layers = self._work(step), self._layers_of(step)
+        if step.nodes is not None and (accesses or step.layer is not None):
+            raise BadStep("states what it touches both itself and in 'nodes'; only one of them may")
+        graph, stream = self._id(DefineSpace.GRAPH, step.graph), self._stream(step.stream)
+        site, nodes = self._site(step, f"replay of {step.graph}"), len(step.nodes or ())
+        return GraphReplay(*self._base(op, step), graph, stream, site, op, nodes, layers, accesses)
+
+    def _append_nodes(self, step: GraphReplayStep, entries: Sequence[GraphEntry]) -> None:
+        """The records of a graph's entries. Those that state no duration share what is left of the step's."""
+        unstated = sum(entry.dur_us is None and entry.event_record is None for entry in entries)
+        left_us = step.dur_us - sum(entry.dur_us or 0 for entry in entries)
+        share_us = max(0, left_us) / max(1, unstated)
+        for index, entry in enumerate(entries):
+            try:
+                record = self._node(step, index, entry)
+            except BadStep as error:
+                raise BadStep(f"key 'nodes[{index}]': {error}") from None
+            is_event = record.event is not None
+            self._append(record, step, 0 if is_event else share_us if entry.dur_us is None else entry.dur_us)
+
+    def _node(self, step: GraphReplayStep, index: int, entry: GraphEntry) -> GraphNode:
+        accesses, layers = self._work(entry), self._layers_of(entry)
+        event = None
+        if entry.event_record is not None:
+            if accesses or entry.layer is not None or entry.dur_us is not None:
+                raise BadStep("an entry with 'event_record' may have 'after' and 'name' beside it, nothing else")
+            event = self._event(entry.event_record)
+        after = IN_ORDER
+        if entry.after is not None:
+            after = 0
+            for number in entry.after:
+                if number >= index:
+                    raise BadStep(f"'after' names entry {number}; must name entries before this one, counted from 0")
+                if number > MAX_AFTER:
+                    raise BadStep(f"'after' names entry {number}; can name entries 0 to {MAX_AFTER} only")
+                after |= 1 << number
+        return GraphNode(*self._base(self._next_op(), step), index, after, event, layers, accesses)
+
+    def io_begin(self, op: OpId, step: IoBeginStep) -> IoBegin:
+        began = self._transfers.get(step.io)
+        if began is not None:
+            raise BadStep(
+                f"io {step.io!r} began in step {began} and has not ended; end it first or choose another name"
+            )
+        self._transfers[step.io] = step.id
+        accesses = (
+            *self._host(Mode.READ, step.reads_host),
+            *self._host(Mode.WRITE, step.writes_host),
+            *self._device(Mode.READ, step.reads_device),
+            *self._device(Mode.WRITE, step.writes_device),
+        )
+        io, site = self._id(DefineSpace.IO, step.io), self._site(step, f"{step.kind} on {step.thread}")
+        kind = IoKind[step.kind.upper()]
+        return IoBegin(*self._base(op, step), io, kind, site, self._layers_of(step), accesses)
+
+    def io_end(self, op: OpId, step: IoEndStep) -> IoEnd:
+        if step.io not in self._transfers:
+            raise BadStep(f"io {step.io!r} has not begun; {_known('begun before', self._transfers)}")
+        self._transfers[step.io] = None  # another thread may learn of the same end later
+        return IoEnd(*self._base(op, step), self._id(DefineSpace.IO, step.io))
+
+    def thread_post(self, op: OpId, step: ChannelStep) -> ThreadPost:
+        self._posts[step.chan] += 1
+        return ThreadPost(*self._base(op, step), self._id(DefineSpace.CHANNEL, step.chan))
+
+    def thread_recv(self, op: OpId, step: ChannelStep) -> ThreadRecv:
+        if not self._posts[step.chan]:
+            raise BadStep(f"chan {step.chan!r} has no post left to receive; the n-th receive must follow the n-th post")
+        self._posts[step.chan] -= 1
+        return ThreadRecv(*self._base(op, step), self._id(DefineSpace.CHANNEL, step.chan))
+
+    def tensor_alloc(self, op: OpId, step: TensorAllocStep) -> TensorAlloc:
+        if step.tensor in self._tensors:
+            raise BadStep(f"tensor {step.tensor!r} is live since step {self._tensors[step.tensor].id}; free it first")
+        self._tensors[step.tensor] = step
+        tensor, block = self._id(DefineSpace.TENSOR, step.tensor), self._id(DefineSpace.BUFFER, step.mem)
+        return TensorAlloc(*self._base(op, step), tensor, block, self._stream(step.stream))
+
+    def tensor_free(self, op: OpId, step: TensorFreeStep) -> TensorFree:
+        alloc = self._live(step.tensor)
+        for key in ("mem", "stream"):
+            stated, known = getattr(step, key), getattr(alloc, key)
+            if stated not in (None, known):
+                raise BadStep(f"key {key!r}: is {stated!r}; tensor {step.tensor!r} was allocated with {known!r}")
+        del self._tensors[step.tensor]
+        return TensorFree(*self._base(op, step), self._id(DefineSpace.TENSOR, step.tensor))
+
+    def record_stream(self, op: OpId, step: RecordStreamStep) -> RecordStream:
+        self._live(step.tensor)
+        tensor = self._id(DefineSpace.TENSOR, step.tensor)
+        return RecordStream(*self._base(op, step), tensor, self._stream(step.stream))
+
+    def _live(self, tensor: str) -> TensorAllocStep:
+        alloc = self._tensors.get(tensor)
+        if alloc is None:
+            raise BadStep(f"tensor {tensor!r} is not allocated; {_known('allocated now', self._tensors)}")
+        return alloc
+
+    def collective(self, op: OpId, step: CollectiveStep) -> Collective:
+        group, site = self._id(DefineSpace.GROUP, step.group), self._id(DefineSpace.SITE, step.name)
+        return Collective(*self._base(op, step), group, step.rank, site)
+
+
 _MAKERS: Final[dict[str, Callable[[_Program, OpId, Any], AnyRecord]]] = {
     op: getattr(_Program, op)  # each takes the step type of the same name
-    for op in _STEPS
+    for op in STEPS
 }
 
 
-def _check(fields: object) -> _Step:
-    """``fields`` as a step of its operation."""
-    if not isinstance(fields, dict):
-        raise _BadStep(f"is {type(fields).__name__}; must be an object")
-    op = fields.get("op")
-    if not isinstance(op, str):
-        raise _BadStep("needs key 'op', a string")
-    if op in NOT_YET:
-        raise _BadStep(f"op {op!r} is not supported yet")
-    kind = _STEPS.get(op)
-    if kind is None:
-        raise _BadStep(f"op {op!r} is unknown; known are {', '.join([*_STEPS, *sorted(NOT_YET)])}")
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise _BadStep(_explain(error, kind)) from None
-
-
-def _explain(error: Exception, kind: type[Struct]) -> str:
-    """msgspec's message in the words of the format, with what was allowed."""
-    text = str(error)
-    if not isinstance(error, msgspec.ValidationError):
-        return f"not JSON that can be read: {text}"
-    at = re.search(r" - at `\$\.?(.*)`$", text)
-    if at:
-        text = text[: at.start()]
-        if at[1]:
-            text = f"key {at[1]!r}: {text}"
-    if "Invalid enum value" in text:
-        text += f"; must be one of {_CHOICES[kind]}"
-    text = text.replace("Invalid enum value", "is").replace("Object missing required field", "needs key")
-    text = re.sub(r"Expected `str` matching regex.*", "must be a number or 'pool:number'", text)
-    if "unknown field" in text:
-        text = text.replace("Object contains unknown field", "unknown key")
-        text += f"; known are {', '.join(kind.__struct_fields__)}"
-    return text.replace("`", "'")
+def _known(state: str, names: Iterable[str]) -> str:
+    shown = ", ".join(map(repr, names))
+    return f"{state}: {shown or 'none'}"
 
 
 def _split(page: str) -> tuple[str, int]:

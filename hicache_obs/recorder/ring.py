@@ -42,14 +42,19 @@ from hicache_obs.records import (
     Access,
     AnyRecord,
     CaptureMode,
+    Collective,
     Define,
     DropReason,
     EventQuery,
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
     Kernel,
     Lost,
     Memcpy,
@@ -59,7 +64,12 @@ from hicache_obs.records import (
     Ranks,
     Record,
     RecordStream,
+    Relocate,
     RingWord,
+    TensorAlloc,
+    TensorFree,
+    ThreadPost,
+    ThreadRecv,
     Times,
     WaitStream,
 )
@@ -175,6 +185,16 @@ class RingWriter:
             Times: self._times,
             Lost: self._lost,
             Define: self._define,
+            GraphReplay: self._graph_replay,
+            GraphNode: self._graph_node,
+            Relocate: self._relocate,
+            IoBegin: self._io_begin,
+            IoEnd: self._io_end,
+            ThreadPost: self._thread_post,
+            ThreadRecv: self._thread_recv,
+            TensorAlloc: self._tensor_alloc,
+            TensorFree: self._tensor_free,
+            Collective: self._collective,
         }
         self._write_header(ranks, mode)
         self.writable = self._open = True
@@ -439,7 +459,7 @@ class RingWriter:
         return True
 
     def _record_stream(self, place: int, r: RecordStream) -> bool:
-        _pack(self._map, place, 11, 0, 0, r.thread, r.op, r.host_ns, r.buffer, r.stream, 0, 0, 0, 0)
+        _pack(self._map, place, 11, 0, 0, r.thread, r.op, r.host_ns, r.tensor, r.stream, 0, 0, 0, 0)
         return True
 
     def _times(self, place: int, r: Times) -> bool:
@@ -453,6 +473,73 @@ class RingWriter:
     def _define(self, place: int, r: Define) -> bool:
         text = cut_text(r.text)
         _pack_text(self._map, place, 14, 0, len(text), r.thread, r.op, r.host_ns, r.id, r.value, r.space, 0, 0, 0, text)
+        return True
+
+    def _graph_replay(self, place: int, r: GraphReplay) -> bool:
+        cells = self._cells(r.accesses)
+        if cells is None:
+            return False
+        count = len(r.accesses)
+        _pack_cells[count](
+            self._map, place, 15, count, r.nodes, r.thread, r.op, r.host_ns,
+            r.stream, r.site, r.group, r.graph, *r.layers, *cells,
+        )  # fmt: skip
+        return True
+
+    def _graph_node(self, place: int, r: GraphNode) -> bool:
+        cells = self._cells(r.accesses)
+        if cells is None:
+            return False
+        count = len(r.accesses)
+        one, event = (0, 0) if r.event is None else (1, r.event)
+        _pack_cells[count](
+            self._map, place, 16, count, one, r.thread, r.op, r.host_ns,
+            event, r.after, r.index, 0, *r.layers, *cells,
+        )  # fmt: skip
+        return True
+
+    def _relocate(self, place: int, r: Relocate) -> bool:
+        cells = self._cells(r.accesses)
+        if cells is None:
+            return False
+        count = len(r.accesses)
+        _pack_cells[count](
+            self._map, place, 17, count, 0, r.thread, r.op, r.host_ns, r.stream, r.site, 0, 0, *r.layers, *cells
+        )
+        return True
+
+    def _io_begin(self, place: int, r: IoBegin) -> bool:
+        cells = self._cells(r.accesses)
+        if cells is None:
+            return False
+        count = len(r.accesses)
+        _pack_cells[count](
+            self._map, place, 18, count, r.kind, r.thread, r.op, r.host_ns, r.io, r.site, 0, 0, *r.layers, *cells
+        )
+        return True
+
+    def _io_end(self, place: int, r: IoEnd) -> bool:
+        _pack(self._map, place, 19, 0, 0, r.thread, r.op, r.host_ns, r.io, 0, 0, 0, 0, 0)
+        return True
+
+    def _thread_post(self, place: int, r: ThreadPost) -> bool:
+        _pack(self._map, place, 20, 0, 0, r.thread, r.op, r.host_ns, r.channel, 0, 0, 0, 0, 0)
+        return True
+
+    def _thread_recv(self, place: int, r: ThreadRecv) -> bool:
+        _pack(self._map, place, 21, 0, 0, r.thread, r.op, r.host_ns, r.channel, 0, 0, 0, 0, 0)
+        return True
+
+    def _tensor_alloc(self, place: int, r: TensorAlloc) -> bool:
+        _pack(self._map, place, 22, 0, 0, r.thread, r.op, r.host_ns, r.block, r.stream, r.tensor, 0, 0, 0)
+        return True
+
+    def _tensor_free(self, place: int, r: TensorFree) -> bool:
+        _pack(self._map, place, 23, 0, 0, r.thread, r.op, r.host_ns, 0, 0, r.tensor, 0, 0, 0)
+        return True
+
+    def _collective(self, place: int, r: Collective) -> bool:
+        _pack(self._map, place, 24, 0, 0, r.thread, r.op, r.host_ns, r.collective_group, r.site, r.rank, 0, 0, 0)
         return True
 
     def _write_header(self, ranks: Ranks, mode: CaptureMode) -> None:

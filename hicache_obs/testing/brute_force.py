@@ -1,86 +1,186 @@
-"""An independent judge for small histories: an explicit graph of everything that must happen before, and search.
+"""An independent judge for small traces: an explicit graph of everything that must happen before, and search.
 
-It shares no code with the analyzer. Nodes are steps; an edge means "complete before the other begins". A record
-of the current event is looked up by scanning the history, not by keeping clocks.
+It shares no code with the analyzer: no clocks, no groups, no page tables. Nodes are items (operations, markers,
+entries of graph replays, host accesses, transfers in no stream); an edge means "complete before the other begins".
+A host thread carries the set of items it knows to be complete.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
 from hicache_obs.records import (
+    IN_ORDER,
+    Access,
+    Define,
+    DefineSpace,
     EventQuery,
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
+    HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
     Kernel,
     Memcpy,
     Mode,
     Record,
+    RecordStream,
+    Relocate,
+    StreamKind,
+    TensorAlloc,
+    TensorFree,
+    ThreadPost,
+    ThreadRecv,
     WaitStream,
 )
 
 
-def races(records: list[Record], *, polled: bool) -> set[tuple[int, int]]:
-    """Pairs of conflicting operations that nothing orders. ``polled``: whether a true query counts as an edge."""
-    steps = [r for r in records if r.op >= 0]
-    before: dict[int, set[int]] = {r.op: set() for r in steps}
-    last_on: dict[int, int] = {}  # stream -> newest item on it
-    waits: dict[int, set[int]] = {}  # stream -> items its next item must follow
-    host: set[int] = set()  # items the host knows to be complete
-    recorded: dict[int, int] = {}  # event -> its current record
+@dataclass(slots=True)
+class _Item:
+    """Something that runs: the step it belongs to, and what it touches (nothing for a marker)."""
 
-    def enqueue(item: int, stream: int) -> None:
-        before[item] |= host | waits.pop(stream, set())
-        if stream in last_on:
-            before[item].add(last_on[stream])
-        last_on[stream] = item
+    step: int
+    before: set[int]
+    layers: tuple[int, int] = (0, 0)
+    accesses: tuple[Access, ...] = ()
 
-    for step in steps:
-        if isinstance(step, Kernel | Memcpy):
-            enqueue(step.op, step.stream)
-        elif isinstance(step, EventRecord):
-            enqueue(step.op, step.stream)
-            recorded[step.event] = step.op
-        elif isinstance(step, EventWait):
-            if step.event in recorded:
-                waits.setdefault(step.stream, set()).add(recorded[step.event])
-        elif isinstance(step, WaitStream):
-            enqueue(step.op, step.on)
-            waits.setdefault(step.waiter, set()).add(step.op)
-        elif isinstance(step, EventSync) or (isinstance(step, EventQuery) and step.result and polled):
-            if step.event in recorded:
-                host.add(recorded[step.event])
-        elif isinstance(step, HostSync):
-            streams = [step.stream] if step.stream is not None else list({*last_on, *waits})
-            for stream in streams:
-                host |= {last_on[stream]} if stream in last_on else set()
-                host |= waits.get(stream, set())
 
-    def reaches(late: int, early: int) -> bool:
-        todo, seen = [late], set()
-        while todo:
-            item = todo.pop()
-            if item == early:
-                return True
-            if item not in seen:
-                seen.add(item)
-                todo.extend(before[item])
-        return False
+@dataclass(slots=True)
+class _Machine:
+    """Streams, events, threads and allocator blocks while a trace is read."""
 
-    operations = [r for r in steps if isinstance(r, Kernel | Memcpy)]
+    polled: bool
+    items: list[_Item] = field(default_factory=list)
+    tail: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # stream -> what its next item follows
+    kinds: dict[int, StreamKind] = field(default_factory=dict)
+    known: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # thread -> complete items
+    events: dict[int, int] = field(default_factory=dict)
+    graphs: dict[int, int] = field(default_factory=dict)
+    channels: dict[int, deque[set[int]]] = field(default_factory=lambda: defaultdict(deque))
+    ios: dict[int, int] = field(default_factory=dict)
+    tensors: dict[int, tuple[int, set[int]]] = field(default_factory=dict)  # tensor -> block, marked streams
+    returned: dict[int, set[int]] = field(default_factory=dict)
+    replay: tuple[GraphReplay, set[int], list[int]] | None = None
+
+    def add(self, step: int, before: Iterable[int], layers: tuple[int, int], accesses: tuple[Access, ...]) -> int:
+        self.items.append(_Item(step, set(before), layers, accesses))
+        return len(self.items) - 1
+
+    def ready(self, stream: int, thread: int) -> set[int]:
+        """What something put on ``stream`` by ``thread`` now must follow."""
+        before = self.tail[stream] | self.known[thread]
+        kind = self.kinds.get(stream, StreamKind.NONBLOCKING)
+        if kind is not StreamKind.NONBLOCKING:
+            partner = StreamKind.BLOCKING if kind is StreamKind.LEGACY else StreamKind.LEGACY
+            for other, other_kind in self.kinds.items():
+                if other_kind is partner:
+                    before |= self.tail[other]
+        return before
+
+    def enqueue(self, r: Record, stream: int, layers: tuple[int, int] = (0, 0), accesses: Sequence[Access] = ()) -> int:
+        item = self.add(r.op, self.ready(stream, r.thread), layers, tuple(accesses))
+        self.tail[stream] = {item}
+        return item
+
+    def wait(self, r: Record, stream: int, item: int | None) -> None:
+        self.tail[stream] = self.ready(stream, r.thread) | (set() if item is None else {item})
+
+    def node(self, r: GraphNode) -> None:
+        assert self.replay is not None
+        replay, start, nodes = self.replay
+        if r.after == IN_ORDER:
+            before = {nodes[-1]} if nodes else set()
+        else:
+            before = {nodes[index] for index in range(r.index) if r.after >> index & 1}
+        nodes.append(self.add(replay.op, start | before, r.layers, () if r.event is not None else r.accesses))
+        if r.event is not None:
+            self.events[r.event] = nodes[-1]
+        if len(nodes) == replay.nodes:
+            end = self.add(replay.op, {*start, *nodes}, (0, 0), ())
+            self.tail[replay.stream] = {end}
+            self.graphs[replay.graph] = end
+            self.replay = None
+
+
+def races(records: Sequence[Record], *, polled: bool) -> set[tuple[int, int]]:
+    """Pairs of steps with conflicting accesses that nothing orders. ``polled``: a true query counts as an edge."""
+    machine = _Machine(polled)
+    for record in records:
+        _step(machine, record)
+    return _unordered(machine.items)
+
+
+def _step(m: _Machine, r: Record) -> None:
+    if isinstance(r, Define) and r.space is DefineSpace.STREAM:
+        m.kinds[r.id] = StreamKind(r.value)
+    elif isinstance(r, Kernel | Memcpy | Relocate):
+        m.enqueue(r, r.stream, r.layers, r.accesses)
+    elif isinstance(r, EventRecord):
+        m.events[r.event] = m.enqueue(r, r.stream)
+    elif isinstance(r, EventWait):
+        m.wait(r, r.stream, m.events.get(r.event))
+    elif isinstance(r, WaitStream):
+        m.wait(r, r.waiter, m.enqueue(r, r.on))
+    elif isinstance(r, EventSync) or (isinstance(r, EventQuery) and r.result and m.polled):
+        if r.event in m.events:
+            m.known[r.thread].add(m.events[r.event])
+    elif isinstance(r, HostSync):
+        for stream in [r.stream] if r.stream is not None else list(m.tail):
+            m.known[r.thread] |= m.tail[stream]
+    elif isinstance(r, HostAccess):
+        m.known[r.thread].add(m.add(r.op, m.known[r.thread], r.layers, r.accesses))
+    elif isinstance(r, GraphReplay):
+        before = m.ready(r.stream, r.thread) | ({m.graphs[r.graph]} if r.graph in m.graphs else set())
+        if r.nodes:
+            m.replay = (r, before, [])
+        else:
+            m.graphs[r.graph] = m.add(r.op, before, r.layers, r.accesses)
+            m.tail[r.stream] = {m.graphs[r.graph]}
+    elif isinstance(r, GraphNode):
+        m.node(r)
+    elif isinstance(r, IoBegin):
+        m.ios[r.io] = m.add(r.op, m.known[r.thread], r.layers, r.accesses)
+    elif isinstance(r, IoEnd):
+        m.known[r.thread].add(m.ios[r.io])
+    elif isinstance(r, ThreadPost):
+        m.channels[r.channel].append(set(m.known[r.thread]))
+    elif isinstance(r, ThreadRecv):
+        m.known[r.thread] |= m.channels[r.channel].popleft()
+    elif isinstance(r, TensorAlloc):
+        m.tensors[r.tensor] = (r.block, set())
+        m.known[r.thread] |= m.returned.pop(r.block, set())
+    elif isinstance(r, RecordStream):
+        if r.tensor in m.tensors:
+            m.tensors[r.tensor][1].add(r.stream)
+    elif isinstance(r, TensorFree):
+        block, marked = m.tensors.pop(r.tensor)
+        m.returned[block] = set().union(*(m.tail[stream] for stream in marked))
+
+
+def _unordered(items: Sequence[_Item]) -> set[tuple[int, int]]:
+    ancestors: list[set[int]] = []
+    for item in items:
+        ancestors.append(item.before.union(*(ancestors[index] for index in item.before)))
     return {
-        (a.op, b.op)
-        for index, a in enumerate(operations)
-        for b in operations[index + 1 :]
-        if _conflict(a, b) and not reaches(b.op, a.op)
+        (a.step, b.step)
+        for late, b in enumerate(items)
+        for early, a in enumerate(items[:late])
+        if a.step != b.step and early not in ancestors[late] and _conflict(a, b)
     }
 
 
-def _conflict(a: Kernel | Memcpy, b: Kernel | Memcpy) -> bool:
+def _conflict(a: _Item, b: _Item) -> bool:
     if not (a.layers[0] < b.layers[1] and b.layers[0] < a.layers[1]):
         return False
     return any(
         x.space is y.space
+        and x.pool == y.pool
         and (x.mode is Mode.WRITE or y.mode is Mode.WRITE)
         and set(x.ids.tolist()) & set(y.ids.tolist())
         for x in a.accesses

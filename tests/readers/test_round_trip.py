@@ -17,6 +17,7 @@ from hicache_obs.records import (
     KINDS,
     MAX_TEXT_BYTES,
     Access,
+    Collective,
     Define,
     DefineSpace,
     Direction,
@@ -25,8 +26,13 @@ from hicache_obs.records import (
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Lost,
     Memcpy,
@@ -35,7 +41,12 @@ from hicache_obs.records import (
     PageFree,
     Purpose,
     RecordStream,
+    Relocate,
     Space,
+    TensorAlloc,
+    TensorFree,
+    ThreadPost,
+    ThreadRecv,
     Times,
     WaitStream,
 )
@@ -59,21 +70,34 @@ def histories(draw, min_size=0, max_size=30):
     several = st.lists(access, max_size=4).map(tuple)
     work = (*base, INT64, INT64, INT64, INT64, LAYERS, several)
     define = st.builds(Define, *base, st.sampled_from(DefineSpace), INT64, st.text(max_size=16), INT64)
+    fields = {
+        Kernel: work,
+        Memcpy: (*work, st.sampled_from(Direction)),
+        EventRecord: (*base, INT64, INT64),
+        EventWait: (*base, INT64, INT64, st.sampled_from(Purpose)),
+        WaitStream: (*base, INT64, INT64, st.sampled_from(Purpose)),
+        EventQuery: (*base, INT64, st.booleans()),
+        EventSync: (*base, INT64),
+        HostSync: (*base, st.none() | INT64),
+        HostAccess: (*base, INT64, LAYERS, several),
+        PageAlloc: (*base, INT64, access),
+        PageFree: (*base, INT64, access),
+        RecordStream: (*base, INT64, INT64),
+        Times: (*base, INT64, INT64, INT64),
+        Lost: (*base, INT64, st.sampled_from(DropReason)),
+        GraphReplay: (*base, INT64, INT64, INT64, INT64, st.integers(0, 2**16 - 1), LAYERS, several),
+        GraphNode: (*base, INT64, INT64, st.none() | INT64, LAYERS, several),
+        Relocate: (*base, INT64, INT64, LAYERS, several),
+        IoBegin: (*base, INT64, st.sampled_from(IoKind), INT64, LAYERS, several),
+        IoEnd: (*base, INT64),
+        ThreadPost: (*base, INT64),
+        ThreadRecv: (*base, INT64),
+        TensorAlloc: (*base, INT64, INT64, INT64),
+        TensorFree: (*base, INT64),
+        Collective: (*base, INT64, INT64, INT64),
+    }
     record = st.one_of(
-        st.builds(Kernel, *work),
-        st.builds(Memcpy, *work, st.sampled_from(Direction)),
-        st.builds(EventRecord, *base, INT64, INT64),
-        st.builds(EventWait, *base, INT64, INT64, st.sampled_from(Purpose)),
-        st.builds(WaitStream, *base, INT64, INT64, st.sampled_from(Purpose)),
-        st.builds(EventQuery, *base, INT64, st.booleans()),
-        st.builds(EventSync, *base, INT64),
-        st.builds(HostSync, *base, st.none() | INT64),
-        st.builds(HostAccess, *base, INT64, LAYERS, several),
-        st.builds(PageAlloc, *base, INT64, access),
-        st.builds(PageFree, *base, INT64, access),
-        st.builds(RecordStream, *base, INT64, INT64),
-        st.builds(Times, *base, INT64, INT64, INT64),
-        st.builds(Lost, *base, INT64, st.sampled_from(DropReason)),
+        *(st.builds(kind, *fields[kind]) for kind in KINDS if kind is not Define),
         define.filter(lambda r: r.space is not DefineSpace.STREAM),
         st.builds(Define, *base, st.just(DefineSpace.STREAM), INT64, st.text(max_size=16), st.sampled_from([0, 1, 2])),
     )
@@ -111,8 +135,8 @@ def sharing(records):
 def test_the_strategy_makes_every_kind():
     seen = set()
 
-    @settings(max_examples=100, deadline=None, database=None)
-    @given(histories())
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(histories(min_size=8))
     def collect(history):
         seen.update(type(record) for record in history)
 

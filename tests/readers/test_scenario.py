@@ -9,39 +9,45 @@ from pathlib import Path
 import pytest
 
 from hicache_obs.errors import TraceError
-from hicache_obs.readers.scenario import NOT_YET, parse_scenario, read_scenario
+from hicache_obs.readers.scenario import parse_scenario, read_scenario
 from hicache_obs.records import (
     ALL_LAYERS,
+    IN_ORDER,
+    MAX_AFTER,
+    NO_OP,
+    Collective,
     Define,
+    DefineSpace,
     Direction,
     EventQuery,
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Memcpy,
     Mode,
     PageAlloc,
     PageFree,
+    RecordStream,
+    Relocate,
     Space,
     StreamKind,
+    TensorAlloc,
+    TensorFree,
+    ThreadPost,
+    ThreadRecv,
     WaitStream,
 )
 
 CASES = Path(__file__).resolve().parent.parent / "cases"
 
-# First step of a kind that has no record yet; the cases not named here are read.
-UNSUPPORTED = {
-    "10-graph-replay-skips-layer-waits": ("s7", "graph_replay"),
-    "15-scheduler-blocks-for-storage-thread": ("s5", "thread_post"),
-    "19-readers-share-page": ("s7", "thread_post"),
-    "22-index-tensor-freed-under-side-stream": ("s1", "tensor_alloc"),
-    "23-rank-skips-collective": ("s3", "collective"),
-    "24-compaction-moves-inflight-page": ("s2", "relocate"),
-    "27-sync-on-the-wrong-threads-stream": ("s2", "thread_post"),
-}
 KINDS = {
     "kernel": Kernel,
     "memcpy": Memcpy,
@@ -54,6 +60,16 @@ KINDS = {
     "host_access": HostAccess,
     "alloc": PageAlloc,
     "free": PageFree,
+    "relocate": Relocate,
+    "graph_replay": GraphReplay,
+    "io_begin": IoBegin,
+    "io_end": IoEnd,
+    "thread_post": ThreadPost,
+    "thread_recv": ThreadRecv,
+    "tensor_alloc": TensorAlloc,
+    "tensor_free": TensorFree,
+    "record_stream": RecordStream,
+    "collective": Collective,
 }
 
 
@@ -62,13 +78,7 @@ def test_all_cases_are_here():
 
 
 @pytest.mark.parametrize("path", sorted(CASES.glob("*.json")), ids=lambda path: path.stem)
-def test_every_case_is_read_or_refused_by_name(path):
-    if path.stem in UNSUPPORTED:
-        step, op = UNSUPPORTED[path.stem]
-        with pytest.raises(TraceError) as raised:
-            read_scenario(path)
-        assert str(raised.value) == f"{path}: step {step}: op {op!r} is not supported yet"
-        return
+def test_every_case_is_read(path):
     steps = json.loads(path.read_text())["steps"]
     trace = read_scenario(path)
     records = [record for record in trace if not isinstance(record, Define)]
@@ -84,7 +94,24 @@ def test_every_case_is_read_or_refused_by_name(path):
         for key in ("stream", "on", "waiter"):
             if key in step and not isinstance(record, HostSync):
                 assert trace.names.stream(getattr(record, key)) == step[key]
-        if isinstance(record, (Kernel, Memcpy, HostAccess)):
+        for key, names in (
+            ("graph", trace.names.graphs),
+            ("io", trace.names.ios),
+            ("tensor", trace.names.tensors),
+            ("event", trace.names.events),
+        ):
+            if key in step:
+                assert names[getattr(record, key)] == step[key]
+        if "chan" in step:
+            assert trace.names.channels[record.channel] == step["chan"]
+        if isinstance(record, TensorAlloc):
+            assert trace.names.buffer(record.block) == step["mem"]
+        if isinstance(record, IoBegin):
+            assert record.kind.name.lower() == step["kind"]
+        if isinstance(record, Collective):
+            assert (trace.names.groups[record.collective_group], record.rank) == (step["group"], step["rank"])
+            assert trace.names.site(record.site) == step["name"]
+        if isinstance(record, (Kernel, Memcpy, HostAccess, GraphReplay, Relocate, IoBegin)):
             assert touched(trace, record) == expected(step)
             assert record.layers == ((step["layer"], step["layer"] + 1) if "layer" in step else ALL_LAYERS)
             if "name" in step:
@@ -108,6 +135,8 @@ def expected(step):
         ("writes", "DEVICE", "WRITE"),
         ("reads_host", "HOST", "READ"),
         ("writes_host", "HOST", "WRITE"),
+        ("reads_device", "DEVICE", "READ"),
+        ("writes_device", "DEVICE", "WRITE"),
         ("reads_buf", "BUFFER", "READ"),
         ("writes_buf", "BUFFER", "WRITE"),
         ("src_pages", "DEVICE", "READ"),
@@ -116,6 +145,8 @@ def expected(step):
         ("host_pages", "HOST", "READ" if step.get("kind") == "h2d" else "WRITE"),
     ):
         found.update((space, mode, item) for item in step.get(key, ()))
+    for old, new in step.get("moves", ()):
+        found.update([("DEVICE", "READ", old), ("DEVICE", "WRITE", new)])
     for key, mode in (("src_buf", "READ"), ("dst_buf", "WRITE")):
         if key in step:
             found["BUFFER", mode, step[key]] += 1
@@ -186,6 +217,145 @@ def test_host_steps():
     assert trace.names.pools[free.access.pool] == "mamba"
 
 
+def words(record):
+    """Accesses as (space, mode, pool, ids)."""
+    return [(a.space.name, a.mode.name, a.pool, a.ids.tolist()) for a in record.accesses]
+
+
+def test_a_graph_replay_without_nodes_is_one_operation():
+    step = {"op": "graph_replay", "graph": "g", "stream": "f", "reads": [1], "writes_buf": ["out"], "layer": 2}
+    trace, (first, second) = parse({**step, "name": "decode"}, {**step, "stream": "h"})
+    assert [(r.graph, r.nodes, r.layers, r.group) for r in (first, second)] == [(0, 0, (2, 3), 1), (0, 0, (2, 3), 2)]
+    assert trace.names.graphs == {0: "g"}
+    assert words(first) == [("DEVICE", "READ", 0, [1]), ("BUFFER", "WRITE", 0, [0])]
+    assert [trace.names.site(r.site) for r in (first, second)] == ["decode", "replay of g"]
+    assert [trace.names.stream(r.stream) for r in (first, second)] == ["f", "h"]
+
+
+def test_the_nodes_of_a_graph_follow_its_replay():
+    nodes = [
+        {"writes": [1], "layer": 0, "dur_us": 30},
+        {"event_record": "l0"},
+        {"writes": ["mamba:1"], "after": []},
+        {"reads_host": [4], "after": [0, 2], "name": "for people"},
+        {"event_record": "side", "after": [2]},
+    ]
+    replay = {"op": "graph_replay", "graph": "g", "stream": "f", "nodes": nodes, "dur_us": 100, "host_us": 5}
+    trace, (event, step, *found, last) = parse(
+        {"op": "event_sync", "event": "l0"}, {**replay, "thread": "t"}, {"op": "host_sync", "scope": "device"}
+    )
+    assert isinstance(step, GraphReplay)
+    assert (step.op, step.nodes, step.accesses, step.layers) == (2, 5, (), ALL_LAYERS)
+    assert all(isinstance(node, GraphNode) for node in found)
+    assert [(node.op, node.index, node.after) for node in found] == [
+        (3, 0, IN_ORDER),
+        (4, 1, IN_ORDER),
+        (5, 2, 0),
+        (6, 3, 0b101),
+        (7, 4, 0b100),
+    ]
+    assert [node.event and trace.names.events[node.event] for node in found][2:] == [None, None, "side"]
+    assert found[1].event == event.event == 0
+    assert [node.layers for node in found] == [(0, 1), *[ALL_LAYERS] * 4]
+    assert [words(node) for node in found] == [
+        [("DEVICE", "WRITE", 0, [1])],
+        [],
+        [("DEVICE", "WRITE", 1, [1])],
+        [("HOST", "READ", 0, [4])],
+        [],
+    ]
+    assert {trace.label(node.op) for node in (step, *found)} == {"s2"}
+    assert {(node.thread, node.host_ns) for node in found} == {(step.thread, step.host_ns)} == {(1, 2000)}
+    assert [trace.planned_ns[node.op] for node in (step, *found)] == [100_000, 30_000, 0, 35_000, 35_000, 0]
+    assert (last.op, trace.label(last.op), last.host_ns) == (8, "s3", 7000)
+
+
+def test_the_last_entry_that_after_can_name():
+    nodes = [{} for _ in range(MAX_AFTER + 1)]
+    replay = {"op": "graph_replay", "graph": "g", "stream": "f", "nodes": [*nodes, {"after": [MAX_AFTER]}]}
+    _, records = parse(replay)
+    assert records[-1].after == 1 << MAX_AFTER
+
+
+def test_pools_are_numbered_as_they_appear():
+    trace, (relocate, kernel) = parse(
+        {"op": "relocate", "stream": "f", "moves": [[5, 2], ["mamba:5", "mamba:2"], [6, "kv:3"]], "layer": 1},
+        {"op": "kernel", "stream": "f", "reads": ["swa:1", "mamba:1"], "reads_host": [1]},
+    )
+    assert words(relocate) == [
+        ("DEVICE", "READ", 0, [5, 6]),
+        ("DEVICE", "READ", 1, [5]),
+        ("DEVICE", "WRITE", 0, [2, 3]),
+        ("DEVICE", "WRITE", 1, [2]),
+    ]
+    assert relocate.layers == (1, 2)
+    assert words(kernel) == [("DEVICE", "READ", 2, [1]), ("DEVICE", "READ", 1, [1]), ("HOST", "READ", 0, [1])]
+    assert trace.names.pools == {0: "kv", 1: "mamba", 2: "swa"}
+    assert trace.names.host_pools == {0: "host"}
+
+
+def test_transfers_in_no_stream():
+    kinds = ["storage_read", "storage_write", "device_read", "rdma_write"]
+    begins = [{"op": "io_begin", "io": f"io{n}", "kind": kind, "dur_us": 7} for n, kind in enumerate(kinds)]
+    begins[3].update(reads_host=[1], writes_host=[2], reads_device=["mamba:3"], writes_device=[4], layer=0)
+    ends = [{"op": "io_end", "io": "io3"}, {"op": "io_end", "io": "io3", "thread": "t"}]
+    trace, records = parse(*begins, *ends, begins[3])
+    assert [record.kind for record in records[:4]] == list(IoKind)
+    assert [record.io for record in records] == [0, 1, 2, 3, 3, 3, 3]
+    assert trace.names.ios[3] == "io3"
+    assert trace.planned_ns[4] == 7000
+    assert trace.names.site(records[0].site) == "storage_read on main"
+    assert records[3].layers == (0, 1)
+    assert words(records[3]) == [
+        ("HOST", "READ", 0, [1]),
+        ("HOST", "WRITE", 0, [2]),
+        ("DEVICE", "READ", 1, [3]),
+        ("DEVICE", "WRITE", 0, [4]),
+    ]
+
+
+def test_a_block_is_a_buffer_and_tensors_have_names_of_their_own():
+    trace, (alloc, kernel, mark, free, again, other) = parse(
+        {"op": "tensor_alloc", "tensor": "idx", "mem": "M", "stream": "f"},
+        {"op": "kernel", "stream": "l", "reads_buf": ["x", "M"]},
+        {"op": "record_stream", "tensor": "idx", "stream": "l"},
+        {"op": "tensor_free", "tensor": "idx", "mem": "M", "stream": "f"},
+        {"op": "tensor_alloc", "tensor": "idx", "mem": "M", "stream": "f"},
+        {"op": "tensor_alloc", "tensor": "M", "mem": "x", "stream": "f"},
+    )
+    assert kernel.accesses[0].ids.tolist() == [other.block, alloc.block] == [1, 0]
+    assert alloc.tensor == mark.tensor == free.tensor == again.tensor == 0
+    assert trace.names.tensors == {0: "idx", 1: "M"}
+    assert (trace.names.stream(alloc.stream), trace.names.stream(mark.stream)) == ("f", "l")
+
+
+def test_threads_and_ranks():
+    trace, records = parse(
+        {"op": "thread_post", "chan": "a"},
+        {"op": "thread_post", "chan": "b"},
+        {"op": "thread_recv", "chan": "b", "thread": "t"},
+        {"op": "thread_recv", "chan": "a", "thread": "t"},
+        {"op": "collective", "group": "tp", "name": "all_reduce", "thread": "t"},
+        {"op": "collective", "group": "tp", "name": "all_reduce", "rank": 3, "thread": "u"},
+        {"op": "kernel", "stream": "f", "rank": 3},
+    )
+    assert [record.channel for record in records[:4]] == [0, 1, 1, 0]
+    assert [(r.collective_group, r.rank, trace.names.site(r.site)) for r in records[4:6]] == [
+        (0, 0, "all_reduce"),
+        (0, 3, "all_reduce"),
+    ]
+    assert trace.names.groups == {0: "tp"}
+
+
+def test_names_can_be_told_of_every_space():
+    trace, _ = parse({"op": "kernel", "stream": "f"})
+    for number, space in enumerate(DefineSpace):
+        trace.names.learn(Define(NO_OP, 0, 0, space, number, "x"))
+    assert [trace.names.graphs, trace.names.ios, trace.names.tensors, trace.names.groups] == [
+        {DefineSpace[name]: "x"} for name in ("GRAPH", "IO", "TENSOR", "GROUP")
+    ]
+
+
 def test_step_ids_need_not_be_numbered():
     body = {"steps": [{"id": "first", "op": "event_sync", "event": "e"}]}
     trace = parse_scenario(json.dumps(body).encode(), source="x.json")
@@ -199,6 +369,8 @@ def test_expect_is_never_read():
 
 KERNEL = {"op": "kernel", "stream": "f"}
 COPY = {"op": "memcpy", "stream": "l", "kind": "h2d"}
+GRAPH = {"op": "graph_replay", "stream": "f", "graph": "g"}
+IO = {"op": "io_begin", "io": "a", "kind": "rdma_write"}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +379,7 @@ COPY = {"op": "memcpy", "stream": "l", "kind": "h2d"}
         (7, "is int; must be an object"),
         ({}, "needs key 'op', a string"),
         ({"op": 3}, "needs key 'op', a string"),
-        ({"op": "kernal"}, "op 'kernal' is unknown; known are kernel, memcpy, event_record, "),
+        ({"op": "kernal"}, "op 'kernal' is unknown; known are kernel, memcpy, relocate, graph_replay, "),
         ({"op": "kernel"}, "needs key 'stream'"),
         ({**KERNEL, "reads": 3}, "key 'reads': Expected 'array', got 'int'"),
         ({**KERNEL, "reads": [1, -2]}, "key 'reads[1]': Expected 'int' >= 0"),
@@ -219,7 +391,9 @@ COPY = {"op": "memcpy", "stream": "l", "kind": "h2d"}
         ({**KERNEL, "layer": 4}, "layer 4 of a scenario with 4 layers; must be below"),
         ({**KERNEL, "dur_us": -1}, "key 'dur_us': Expected 'float' >= 0.0"),
         ({**KERNEL, "thread": ""}, "key 'thread': Expected 'str' of length >= 1"),
-        ({**KERNEL, "rank": 1}, "rank 1 is not supported yet; only rank 0 is"),
+        ({**KERNEL, "rank": -1}, "key 'rank': Expected 'int' >= 0"),
+        ({"op": "event_sync", "event": "e", "layer": 4}, "layer 4 of a scenario with 4 layers; must be below"),
+        ({"op": "event_wait", "stream": "f"}, "needs key 'event'"),
         ({**COPY, "kind": "h2h"}, "key 'kind': is 'h2h'; must be one of h2d, d2h, d2d"),
         (COPY, "kind 'h2d' needs key 'host_pages' or 'src_buf'"),
         ({**COPY, "host_pages": [1]}, "kind 'h2d' needs key 'device_pages' or 'dst_buf'"),
@@ -242,7 +416,47 @@ COPY = {"op": "memcpy", "stream": "l", "kind": "h2d"}
             "pages of 2 pools; one step takes pages of",
         ),
         ({"op": "free", "pool": "device", "pages": []}, "pages of 0 pools; one step takes pages of exactly one"),
-        *(({"op": op}, f"op {op!r} is not supported yet") for op in sorted(NOT_YET)),
+        ({"op": "graph_replay", "stream": "f"}, "needs key 'graph'"),
+        ({**GRAPH, "reads": [-1]}, "key 'reads[0]': Expected 'int' >= 0"),
+        ({**GRAPH, "nodes": []}, "key 'nodes': Expected 'array' of length >= 1"),
+        ({**GRAPH, "nodes": [{}], "reads": [1]}, "states what it touches both itself and in 'nodes'; only one"),
+        ({**GRAPH, "nodes": [{}], "layer": 1}, "states what it touches both itself and in 'nodes'; only one"),
+        ({**GRAPH, "nodes": [{"writes": [-1]}]}, "key 'nodes[0].writes[0]': Expected 'int' >= 0"),
+        ({**GRAPH, "nodes": [{"after": [-1]}]}, "key 'nodes[0].after[0]': Expected 'int' >= 0"),
+        ({**GRAPH, "nodes": [{"op": "kernel"}]}, "key 'nodes[0]': unknown key 'op'; known are name, after, event_"),
+        ({**GRAPH, "nodes": [{"layer": 4}]}, "key 'nodes[0]': layer 4 of a scenario with 4 layers; must be below"),
+        (
+            {**GRAPH, "nodes": [{}, {"after": [1]}, {}]},
+            "key 'nodes[1]': 'after' names entry 1; must name entries before this one, counted from 0",
+        ),
+        (
+            {**GRAPH, "nodes": [*[{}] * 64, {"after": [0, 63]}]},
+            "key 'nodes[64]': 'after' names entry 63; can name entries 0 to 62 only",
+        ),
+        (
+            {**GRAPH, "nodes": [{"event_record": "e", "writes": [1]}]},
+            "key 'nodes[0]': an entry with 'event_record' may have 'after' and 'name' beside it, nothing else",
+        ),
+        ({"op": "relocate", "stream": "f", "moves": []}, "key 'moves': Expected 'array' of length >= 1"),
+        ({"op": "relocate", "stream": "f", "moves": [[1]]}, "key 'moves[0]': Expected 'array' of length 2"),
+        ({"op": "relocate", "stream": "f", "moves": [[1, -2]]}, "key 'moves[0][1]': Expected 'int' >= 0"),
+        ({"op": "relocate", "stream": "f", "moves": [[1, "m"]]}, "key 'moves[0][1]': must be a number or 'pool:numb"),
+        (
+            {**IO, "kind": "storage"},
+            "key 'kind': is 'storage'; must be one of storage_read, storage_write, device_read, rdma_write",
+        ),
+        ({**IO, "reads": [1]}, "unknown key 'reads'; known are id, op, thread, rank, name, dur_us, host_us, layer, io"),
+        ({"op": "io_end"}, "needs key 'io'"),
+        ({"op": "io_end", "io": "b"}, "io 'b' has not begun; begun before: none"),
+        ({"op": "thread_post"}, "needs key 'chan'"),
+        (
+            {"op": "thread_recv", "chan": "q"},
+            "chan 'q' has no post left to receive; the n-th receive must follow the n-th post",
+        ),
+        ({"op": "tensor_alloc", "tensor": "t", "stream": "f"}, "needs key 'mem'"),
+        ({"op": "tensor_free", "tensor": "t"}, "tensor 't' is not allocated; allocated now: none"),
+        ({"op": "record_stream", "tensor": "t", "stream": "f"}, "tensor 't' is not allocated; allocated now: none"),
+        ({"op": "collective", "group": "tp"}, "needs key 'name'"),
     ],
 )
 def test_a_bad_step_is_named_with_what_was_allowed(step, text):
@@ -252,6 +466,32 @@ def test_a_bad_step_is_named_with_what_was_allowed(step, text):
         parse_scenario(json.dumps(body).encode(), source="x.json")
     name = "s2" if isinstance(step, dict) else "number 2"
     assert str(raised.value).startswith(f"x.json: step {name}: {text}")
+
+
+ALLOC = {"op": "tensor_alloc", "tensor": "t", "mem": "M", "stream": "f"}
+FREE = {"op": "tensor_free", "tensor": "t"}
+POST, RECV = {"op": "thread_post", "chan": "q"}, {"op": "thread_recv", "chan": "q", "thread": "t"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ([POST, RECV, RECV], "chan 'q' has no post left to receive; the n-th receive must follow the n-th post"),
+        ([RECV, POST], "chan 'q' has no post left to receive"),
+        ([IO, IO], "io 'a' began in step s1 and has not ended; end it first or choose another name"),
+        ([IO, {"op": "io_end", "io": "b"}], "io 'b' has not begun; begun before: 'a'"),
+        ([ALLOC, ALLOC], "tensor 't' is live since step s1; free it first"),
+        ([ALLOC, FREE, FREE], "tensor 't' is not allocated; allocated now: none"),
+        ([ALLOC, {**FREE, "tensor": "M"}], "tensor 'M' is not allocated; allocated now: 't'"),
+        ([ALLOC, {**FREE, "mem": "N"}], "key 'mem': is 'N'; tensor 't' was allocated with 'M'"),
+        ([ALLOC, {**FREE, "stream": "l"}], "key 'stream': is 'l'; tensor 't' was allocated with 'f'"),
+    ],
+)
+def test_steps_must_fit_those_before_them(steps, text):
+    wrong = next(n for n, step in enumerate(steps, 1) if n == len(steps) or (step is RECV and n == 1))
+    with pytest.raises(TraceError) as raised:
+        parse(*steps)
+    assert str(raised.value).startswith(f"x.json: step s{wrong}: {text}")
 
 
 @pytest.mark.parametrize(

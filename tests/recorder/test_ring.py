@@ -454,7 +454,7 @@ DAMAGE = [
     (8 * RingWord.SLOT_BYTES, b"\x40", "damaged header: layout 1 with 64 bytes per slot"),
     (8 * RingWord.HEAD + 7, b"\x80", "damaged header: 0 records read of -"),
     (8 * RingWord.TAIL, b"\x09", "damaged header: 9 records read of 2 written"),
-    (HEADER_BYTES, b"\x50", "record 0 is damaged: kind 80; known are 0 to 14"),
+    (HEADER_BYTES, b"\x50", "record 0 is damaged: kind 80; known are 0 to 24"),
     (HEADER_BYTES + 1, b"\x05", "record 0 is damaged: 5 accesses; at most 4 fit"),
     (HEADER_BYTES + 64, b"\x03", "record 0 is damaged: space 3; known are 0 to 2"),
     (HEADER_BYTES + 65, b"\x02", "record 0 is damaged: access mode 2; known are 0 to 1"),
@@ -462,7 +462,7 @@ DAMAGE = [
     (HEADER_BYTES + 72, b"\x01", "record 0 is damaged: 3 page ids at arena position 1, which ends at 3"),
     (HEADER_BYTES + SLOT_BYTES + 2, b"\x41", "record 1 is damaged: a text of 65 bytes; at most 64 fit"),
     (HEADER_BYTES + SLOT_BYTES + 64, b"\xff", "record 1 is damaged: 'utf-8' codec can't decode"),
-    (HEADER_BYTES + SLOT_BYTES + 40, b"\x77", "record 1 is damaged: definition space 119; known are 0 to 9"),
+    (HEADER_BYTES + SLOT_BYTES + 40, b"\x77", "record 1 is damaged: definition space 119; known are 0 to 13"),
     (HEADER_BYTES + SLOT_BYTES + 32, b"\x07", "record 1 is damaged: stream kind 7; known are 0 to 2"),
 ]
 

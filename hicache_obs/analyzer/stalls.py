@@ -1,0 +1,542 @@
+"""Waits that cost time and order nothing, or more than is needed; copies that overlap nothing; ranks that diverge.
+
+The times come from ``plan``. A wait that blocks for ``MIN_NS`` or more is judged by what the analyzer says of the same
+trace without it: no new race, and it is not needed; else the earliest operation is searched that would have been
+enough to wait for; else, if only other threads' work races, the wait belongs there. A wait whose work is needed in
+full is no stall, nor is one whose absence would save nothing because another wait would block instead, nor that of a
+thread which only waits on behalf of others. Several waits
+may each be redundant only as long as the others stay: races are therefore judged with the waits reported so far
+already changed as proposed, so following the whole report is safe.
+
+Not reported: ``event_reuse`` (no rule that could not be wrong), and calls that hand over rather than wait
+(``thread_recv``, ``io_end``, allocator reuse).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hicache_obs.analyzer.check import Analyzer
+from hicache_obs.analyzer.plan import (
+    BLOCKING,
+    DEFAULT_HOST_NS,
+    NEVER,
+    DeviceRecord,
+    PlannedWait,
+    Step,
+    WaitRecord,
+    plan_steps,
+    steps_of,
+)
+from hicache_obs.costs import FenceCost, TransferCost
+from hicache_obs.findings import Finding, Hazard
+from hicache_obs.records import (
+    ALL_LAYERS,
+    NO_OP,
+    AnyRecord,
+    Collective,
+    Define,
+    DropReason,
+    EventId,
+    EventRecord,
+    EventSync,
+    EventWait,
+    GraphNode,
+    GraphReplay,
+    Kernel,
+    Lost,
+    Memcpy,
+    Mode,
+    OpId,
+    Relocate,
+    Space,
+    StreamId,
+    ThreadId,
+    ThreadPost,
+    WaitStream,
+)
+from hicache_obs.trace import Trace
+
+MIN_NS: Final = 100_000
+"""Shorter stalls are not worth a report."""
+MAX_RECORDS: Final = 4096
+"""Longer traces are not searched: each wait in question means analysing the trace again."""
+MAX_ANALYSED: Final = 500_000
+"""Records analysed or planned for one trace, all searches together."""
+
+Pair = tuple[OpId, OpId]
+_NONE: Final[frozenset[Pair]] = frozenset()
+
+
+class StallClass(str, enum.Enum):
+    """Kind of a stall."""
+
+    OVER_SYNC = "over_sync"
+    NO_OVERLAP = "no_overlap"
+    TP_DIVERGENCE = "tp_divergence"
+
+
+class StallCause(str, enum.Enum):
+    """What in the program makes the stall."""
+
+    COARSE_FENCE = "coarse_fence"
+    """The wait covers more than what is needed of it."""
+    BLOCKING_HOST = "blocking_host"
+    """A host thread waits for work that nothing after it needs."""
+    WRONG_THREAD = "wrong_thread"
+    """Another thread needs the order, not the one that blocks."""
+    SERIAL_ENQUEUE = "serial_enqueue"
+    """Host call time alone keeps work from overlapping."""
+    RANK_DIVERGENCE = "rank_divergence"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Where an order belongs: ``thread`` should wait for operation ``on`` right before its step ``before``."""
+
+    thread: ThreadId
+    on: OpId
+    before: OpId
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """One finding about lost time.
+
+    Attributes:
+        kind, cause: See the enums.
+        at: The wait; the first consumer for ``NO_OVERLAP``; the collective for ``TP_DIVERGENCE``.
+        waiter: ``stream:name`` or ``thread:name``.
+        blocked_ns: How long the waiter stood still; ``None``: for ever.
+        needed: Waiting for this operation alone would have been enough; ``None``: nothing needs the wait here.
+        move_to: The order is needed there instead.
+        copies: The copies that overlapped nothing.
+        ranks: Ranks of the group that disagree, ascending.
+    """
+
+    kind: StallClass
+    cause: StallCause
+    at: OpId
+    waiter: str
+    blocked_ns: int | None
+    needed: OpId | None = None
+    move_to: Move | None = None
+    copies: tuple[OpId, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def as_json(self, trace: Trace) -> dict[str, object]:
+        """The stall in the words of ``trace``, as ``check --json`` prints it."""
+        label, move = trace.label, self.move_to
+        found: dict[str, object] = {
+            "class": self.kind.value,
+            "cause": self.cause.value,
+            "at": label(self.at),
+            "waiter": self.waiter,
+            "blocked_us": None if self.blocked_ns is None else self.blocked_ns / 1000,
+            "needed": None if self.needed is None else label(self.needed),
+            "move_to": None,
+        }
+        if move is not None:
+            thread = trace.names.thread(move.thread)
+            found["move_to"] = {"thread": thread, "on": label(move.on), "before": label(move.before)}
+        if self.copies:
+            found["copies"] = [label(op) for op in self.copies]
+        if self.kind is StallClass.TP_DIVERGENCE:
+            found |= {"ranks": list(self.ranks), "deadlock": True}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class StallReport:
+    """What was found.
+
+    Attributes:
+        stalls: In trace order.
+        note: What was not searched and why, in words for the user; empty if nothing was left out.
+    """
+
+    stalls: tuple[Stall, ...]
+    note: str = ""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether anything was left out."""
+        return bool(self.note)
+
+
+def find_stalls(trace: Trace) -> StallReport:
+    """All stalls of at least ``MIN_NS``, and collectives that ranks do not enter together.
+
+    Rank divergence is always looked for. The rest needs stated durations, a complete trace and one of at most
+    ``MAX_RECORDS`` records; the report's note says which is missing.
+    """
+    stalls = _divergences(trace)
+    note = _obstacle(trace)
+    if not note:
+        search = _Search(trace)
+        stalls += search.needless_waits()
+        stalls += search.serial_copies()
+        note = search.note
+    return StallReport(tuple(sorted(stalls, key=lambda stall: stall.at)), note)
+
+
+def _obstacle(trace: Trace) -> str:
+    if not trace.planned_ns:
+        return "stalls not searched: the trace states no durations"
+    if len(trace) > MAX_RECORDS:
+        return f"stalls not searched: {len(trace)} records, more than {MAX_RECORDS}"
+    if any(isinstance(record, Lost) and record.reason is not DropReason.UNRESOLVED for record in trace):
+        return "stalls not searched: records were lost, so no wait is known to be needless"
+    return ""
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------
+
+
+def _divergences(trace: Trace) -> list[Stall]:
+    """Per group, the first place where its ranks enter different collectives."""
+    groups: dict[int, dict[int, list[Collective]]] = {}
+    for record in trace:
+        if isinstance(record, Collective):
+            groups.setdefault(record.collective_group, {}).setdefault(record.rank, []).append(record)
+    found = (_divergence(trace, ranks) for ranks in groups.values())
+    return [stall for stall in found if stall is not None]
+
+
+def _divergence(trace: Trace, ranks: dict[int, list[Collective]]) -> Stall | None:
+    for number in range(max(map(len, ranks.values()))):
+        here = [entered[number] for _, entered in sorted(ranks.items()) if number < len(entered)]
+        if len({record.site for record in here}) == 1:
+            continue
+
+        def skipped(record: Collective) -> bool:
+            """A peer never enters it: that peer left it out, rather than coming to it later."""
+            return any(record.site not in {other.site for other in entered} for entered in ranks.values())
+
+        # Not by position in the file: between ranks that gives no order.
+        at = next(filter(skipped, here), here[0])
+        return Stall(
+            StallClass.TP_DIVERGENCE,
+            StallCause.RANK_DIVERGENCE,
+            at.op,
+            f"thread:{trace.names.thread(at.thread)}",
+            None,
+            ranks=tuple(sorted(record.rank for record in here)),
+        )
+    return None
+
+
+# -- waits -----------------------------------------------------------------------------------------------------
+
+
+class _OutOfBudget(Exception):
+    """The trace takes too long to search."""
+
+
+class _Search:
+    """Looks for stalls in one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._kinds = trace.names.stream_kinds
+        self._defines = [record for record in trace if isinstance(record, Define)]
+        self._steps = steps_of(trace)
+        self._plan = plan_steps(self._steps, self._kinds)
+        self._records = {step.record.op: step.record for step in self._steps if not isinstance(step.record, GraphNode)}
+        events = (getattr(record, "event", None) for record in trace)
+        self._fresh = max((int(event) for event in events if event is not None), default=0)
+        self._left = MAX_ANALYSED
+        self.note = ""
+
+    def needless_waits(self) -> list[Stall]:
+        """Waits that block for long and could go, shrink or move."""
+        found: list[Stall] = []
+        waits = [wait for wait in self._plan.waits if wait.blocked_ns >= MIN_NS and wait.awaited_ns < NEVER]
+        waits.sort(key=lambda wait: (wait.free_ns, wait.record.op))  # not by file: between threads that is chance
+        if not waits:
+            return found
+        try:
+            current = self._steps
+            base = self._races(current)
+            for wait in waits:
+                stall = self._judge(wait, current, base)
+                if stall is not None:
+                    found.append(stall)
+                    current = self._changed(current, wait.record, stall)
+        except _OutOfBudget:
+            self.note = f"stalls searched in part: more than {MAX_ANALYSED} records to analyse"
+        return found
+
+    def _judge(self, wait: PlannedWait, current: Sequence[Step], base: frozenset[Pair]) -> Stall | None:
+        record = wait.record
+        if self._gain(wait, wait.then, _without(self._steps, record)) < MIN_NS:
+            return None
+        new = self._races(_without(current, record)) - base
+        host = wait.stream is None
+        plain = Stall(
+            StallClass.OVER_SYNC,
+            StallCause.BLOCKING_HOST if host else StallCause.COARSE_FENCE,
+            record.op,
+            self._waiter(wait),
+            wait.blocked_ns,
+        )
+        if not new:
+            return plain
+        if host:
+            move = self._move(wait, new)
+            if move is not None and not self._races(self._moved(current, record, move)) - base:
+                return replace(plain, cause=StallCause.WRONG_THREAD, move_to=move)
+        needed = self._enough(wait, current, base)
+        return None if needed is None else replace(plain, cause=StallCause.COARSE_FENCE, needed=needed)
+
+    def _waiter(self, wait: PlannedWait) -> str:
+        names = self._trace.names
+        if wait.stream is None:
+            return f"thread:{names.thread(wait.record.thread)}"
+        return f"stream:{names.stream(wait.stream)}"
+
+    def _gain(self, wait: PlannedWait, then: OpId | None, steps: Sequence[Step]) -> int:
+        """How much sooner the waiter comes to ``then`` when the trace is ``steps`` instead."""
+        if then is None:
+            return 0
+        self._spend(len(steps))
+        other = plan_steps(steps, self._kinds)
+        if wait.stream is None:
+            return self._plan.calls[then].start_ns - other.calls[then].start_ns
+        return self._plan.runs[then].start_ns - other.runs[then].start_ns
+
+    def _move(self, wait: PlannedWait, new: frozenset[Pair]) -> Move | None:
+        """Where the wait belongs if all that needs it is other threads' work, and its own thread has some too."""
+        record = wait.record
+        if any(self._records[later].thread == record.thread for _, later in new):
+            return None
+        before = min(later for _, later in new)
+        on = max((earlier for earlier, _ in new), key=self._end)
+        if not isinstance(self._records[on], DeviceRecord):
+            return None
+        move = Move(self._records[before].thread, on, before)
+        own = self._own_work(record)
+        return move if self._gain(wait, own, self._moved(self._steps, record, move)) >= MIN_NS else None
+
+    def _own_work(self, record: WaitRecord) -> OpId | None:
+        """What the thread that made the call does next, other than waiting and handing over."""
+        records = iter(self._records.values())
+        for later in records:
+            if later is record:
+                break
+        own = (later.op for later in records if later.thread == record.thread)
+        return next((op for op in own if not isinstance(self._records[op], (*BLOCKING, ThreadPost))), None)
+
+    def _end(self, op: OpId) -> tuple[int, OpId]:
+        return self._plan.runs[op].end_ns, op
+
+    def _enough(self, wait: PlannedWait, current: Sequence[Step], base: frozenset[Pair]) -> OpId | None:
+        """The earliest operation that it is enough to wait for and that saves ``MIN_NS``.
+
+        On one stream waiting for a later operation orders more, so each stream is bisected.
+        """
+        streams: dict[StreamId, list[OpId]] = {}
+        for op in sorted(self._plan.covered(wait)):
+            record = self._records[op]
+            if isinstance(record, DeviceRecord):
+                streams.setdefault(record.stream, []).append(op)
+        found: list[OpId] = []
+        for ops in streams.values():
+            low, high = 0, len(ops)
+            while low < high:
+                middle = (low + high) // 2
+                if self._races(self._narrowed(current, wait.record, ops[middle])) - base:
+                    low = middle + 1
+                else:
+                    high = middle
+            if low < len(ops):
+                narrowed = self._narrowed(self._steps, wait.record, ops[low])
+                if self._gain(wait, wait.then, narrowed) >= MIN_NS:
+                    found.append(ops[low])
+        return min(found, default=None, key=self._end)
+
+    def _spend(self, records: int) -> None:
+        self._left -= records
+        if self._left < 0:
+            raise _OutOfBudget
+
+    def _races(self, steps: Sequence[Step]) -> frozenset[Pair]:
+        """Pairs that the analyzer does not find ordered when the trace is ``steps``."""
+        self._spend(len(steps))
+        sink = _PairSink()
+        analyzer = Analyzer(sink)
+        analyzer.feed([*self._defines, *(step.record for step in steps)])
+        analyzer.finish()
+        return frozenset(sink.pairs)
+
+    # -- the trace with one wait changed ---------------------------------------------------------------------
+
+    def _changed(self, steps: Sequence[Step], record: WaitRecord, stall: Stall) -> list[Step]:
+        """``steps`` with ``record`` changed as ``stall`` proposes."""
+        if stall.move_to is not None:
+            return self._moved(steps, record, stall.move_to)
+        if stall.needed is not None:
+            return self._narrowed(steps, record, stall.needed)
+        return _without(steps, record)
+
+    def _narrowed(self, steps: Sequence[Step], record: WaitRecord, needed: OpId) -> list[Step]:
+        """``record`` replaced by a wait for a record right behind operation ``needed``."""
+        event = self._event()
+        wait: AnyRecord
+        if isinstance(record, EventWait | WaitStream):
+            stream = record.stream if isinstance(record, EventWait) else record.waiter
+            wait = EventWait(record.op, record.thread, record.host_ns, event, stream, record.purpose)
+        else:
+            wait = EventSync(record.op, record.thread, record.host_ns, event)
+        marked = self._marked(steps, needed, event)
+        return [replace(step, record=wait) if step.record is record else step for step in marked]
+
+    def _moved(self, steps: Sequence[Step], record: WaitRecord, move: Move) -> list[Step]:
+        """``record`` replaced by a wait in another thread."""
+        event = self._event()
+        found: list[Step] = []
+        for step in self._marked(_without(steps, record), move.on, event):
+            if step.record.op == move.before and not isinstance(step.record, GraphNode):
+                sync = EventSync(NO_OP, move.thread, step.record.host_ns, event)
+                found.append(Step(sync, 0, 0))
+            found.append(step)
+        return found
+
+    def _event(self) -> EventId:
+        self._fresh += 1
+        return EventId(self._fresh)
+
+    def _marked(self, steps: Sequence[Step], op: OpId, event: EventId) -> list[Step]:
+        """``steps`` with a record of ``event`` right behind operation ``op``."""
+        work = self._records[op]
+        assert isinstance(work, DeviceRecord)
+        marker = Step(EventRecord(NO_OP, work.thread, work.host_ns, event, work.stream), 0, 0)
+        found: list[Step] = []
+        pending = False
+        for step in steps:
+            if pending and not isinstance(step.record, GraphNode):
+                found.append(marker)
+                pending = False
+            found.append(step)
+            pending = pending or step.record is work
+        if pending:
+            found.append(marker)
+        return found
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def serial_copies(self) -> list[Stall]:
+        """Layer copies that all end before their first consumer starts, for no reason but host call time."""
+        found = (self._serial(copies) for copies in _layer_copies(step.record for step in self._steps))
+        return [stall for stall in found if stall is not None]
+
+    def _serial(self, copies: list[Memcpy]) -> Stall | None:
+        runs = self._plan.runs
+        consumers = [record for record in self._records.values() if _consumes(record, copies)]
+        if not consumers:
+            return None
+        first = min(consumers, key=lambda record: (runs[record.op].start_ns, record.op))
+        assert isinstance(first, Kernel | GraphReplay | Memcpy | Relocate)
+        run, last = runs[first.op], copies[-1]
+        blocked = run.start_ns - runs[copies[0].op].start_ns
+        if run.start_ns >= NEVER or blocked < MIN_NS or any(runs[copy.op].end_ns > run.start_ns for copy in copies):
+            return None
+        if run.start_ns > self._plan.calls[first.op].end_ns:
+            return None  # something on the device holds it up
+        before = self._plan.ordered_before(first.op)
+        if last.op in before or not any(copy.op in before for copy in copies):
+            return None  # it waits for all copies, or for none: no pipeline
+        quick = {copy.op for copy in copies}
+        steps = [
+            replace(step, host_ns=min(step.host_ns, DEFAULT_HOST_NS)) if step.record.op in quick else step
+            for step in self._steps
+        ]
+        other = plan_steps(steps, self._kinds).runs
+        if other[first.op].start_ns >= other[last.op].end_ns or run.start_ns - other[first.op].start_ns < MIN_NS:
+            return None
+        return Stall(
+            StallClass.NO_OVERLAP,
+            StallCause.SERIAL_ENQUEUE,
+            first.op,
+            f"stream:{self._trace.names.stream(first.stream)}",
+            blocked,
+            copies=tuple(copy.op for copy in copies),
+        )
+
+
+def _without(steps: Sequence[Step], record: WaitRecord) -> list[Step]:
+    return [step for step in steps if step.record is not record]
+
+
+def _pages(record: DeviceRecord, mode: Mode | None) -> frozenset[tuple[int, int]]:
+    """Device pages that ``record`` touches."""
+    return frozenset(
+        (access.pool, page)
+        for access in record.accesses
+        if access.space is Space.DEVICE and mode in (None, access.mode)
+        for page in access.ids.tolist()
+    )
+
+
+def _layer_copies(records: Iterable[AnyRecord]) -> list[list[Memcpy]]:
+    """Runs of two or more copies on one stream to the same device pages, layer after layer."""
+    found: list[list[Memcpy]] = []
+    newest: dict[tuple[StreamId, frozenset[tuple[int, int]]], list[Memcpy]] = {}
+    for record in records:
+        if not isinstance(record, Memcpy) or record.layers == ALL_LAYERS:
+            continue
+        pages = _pages(record, Mode.WRITE)
+        if not pages:
+            continue
+        run = newest.get((record.stream, pages))
+        if run is not None and run[-1].layers[1] <= record.layers[0]:
+            run.append(record)
+            continue
+        newest[record.stream, pages] = run = [record]
+        found.append(run)
+    return [run for run in found if len(run) > 1]
+
+
+def _consumes(record: AnyRecord, copies: list[Memcpy]) -> bool:
+    """Whether ``record`` was issued after the first copy and touches, elsewhere, what a copy brings."""
+    if not isinstance(record, DeviceRecord) or record.stream == copies[0].stream or record.op < copies[0].op:
+        return False
+    low, high = copies[0].layers[0], copies[-1].layers[1]
+    if record.layers[0] >= high or record.layers[1] <= low:
+        return False
+    return not _pages(record, None).isdisjoint(_pages(copies[0], Mode.WRITE))
+
+
+class _PairSink:
+    """Keeps the pairs of findings, and nothing else."""
+
+    def __init__(self) -> None:
+        self.pairs: set[Pair] = set()
+
+    def on_checked(self, hazard: Hazard, pages: int, pairs: int) -> None:
+        """Not kept."""
+
+    def on_finding(self, finding: Finding) -> None:
+        """Keep the pair."""
+        self.pairs.add((finding.earlier.op, finding.later.op))
+
+    def on_weak_ordering(self, hazard: Hazard, provenance: str) -> None:
+        """Not kept."""
+
+    def on_fence(self, cost: FenceCost) -> None:
+        """Not kept."""
+
+    def on_layer_wait(self, waited_ns: int) -> None:
+        """Not kept."""
+
+    def on_transfer(self, cost: TransferCost) -> None:
+        """Not kept."""
+
+    def on_records(self, count: int) -> None:
+        """Not kept."""
+
+    def on_lost(self, count: int, reason: DropReason) -> None:
+        """Not kept."""
