@@ -34,6 +34,7 @@ from hicache_obs.records import (
     Kernel,
     Lost,
     Memcpy,
+    Mode,
     OpId,
     RecordStream,
     Relocate,
@@ -56,7 +57,12 @@ DEFAULT_HOST_NS: Final = 2_000
 DEFAULT_DURATION_NS: Final = 10_000
 
 DeviceRecord = Kernel | Memcpy | Relocate | GraphReplay
+_Accessing = DeviceRecord | HostAccess | IoBegin | GraphNode
 WaitRecord = EventWait | WaitStream | EventSync | HostSync
+Edits = Mapping[int, Sequence[int]]
+"""A plan with some waits changed: the predecessors that nodes have instead."""
+Conflicts = Mapping[int, int]
+"""Per node of an access, the earlier accesses it conflicts with, as bits."""
 BLOCKING: Final = (EventSync, HostSync, EventQuery, ThreadRecv, IoEnd, Collective, TensorAlloc)
 """Calls that only observe or block: a thread has got on when it makes another one."""
 
@@ -96,6 +102,7 @@ class PlannedWait:
         awaited_ns: When the awaited record completes.
         then: Next operation of the stream; next call of the thread that does more than wait; ``None`` if there is none.
         node: The awaited record's node in the plan, -1 if the event was never recorded.
+        gate: Node of the plan that starts only after ``node``.
     """
 
     record: WaitRecord
@@ -104,6 +111,7 @@ class PlannedWait:
     awaited_ns: int
     then: OpId | None
     node: int
+    gate: int
 
     @property
     def blocked_ns(self) -> int:
@@ -127,7 +135,8 @@ class Plan:
     runs: Mapping[OpId, Span]
     waits: tuple[PlannedWait, ...]
     _graph: _Graph
-    _run_nodes: Mapping[OpId, int]
+    _call_nodes: Mapping[OpId, tuple[int, int]]
+    _run_nodes: Mapping[OpId, tuple[int, int]]
 
     def covered(self, wait: PlannedWait) -> set[OpId]:
         """Operations that are over once the record awaited by ``wait`` is complete."""
@@ -135,8 +144,75 @@ class Plan:
 
     def ordered_before(self, op: OpId) -> set[OpId]:
         """Operations that are over before operation ``op`` can start."""
-        node = self._run_nodes.get(op)
-        return set() if node is None else self._graph.behind(node) - {op}
+        return self._graph.behind(self._run_nodes[op][0]) - {op}
+
+    def without(self, wait: PlannedWait, edits: Edits) -> Edits:
+        """``edits``, and ``wait`` waits for nothing."""
+        before = [*edits.get(wait.gate, self._graph.before[wait.gate])]
+        before.remove(wait.node)
+        return {**edits, wait.gate: before}
+
+    def narrowed(self, wait: PlannedWait, op: OpId, edits: Edits) -> Edits:
+        """``edits``, and ``wait`` waits for operation ``op`` instead."""
+        return self._also(self.without(wait, edits), wait.gate, op)
+
+    def moved(self, wait: PlannedWait, op: OpId, before: OpId, edits: Edits) -> Edits:
+        """``edits``, and instead of ``wait``, the thread that issues ``before`` waits for ``op`` just before it."""
+        return self._also(self.without(wait, edits), self._call_nodes[before][0], op)
+
+    def _also(self, edits: Edits, node: int, op: OpId) -> Edits:
+        return {**edits, node: [*edits.get(node, self._graph.before[node]), self._run_nodes[op][1]]}
+
+    def gain(self, wait: PlannedWait, then: OpId | None, edits: Edits) -> int:
+        """How much sooner the waiter of ``wait`` comes to ``then`` with ``edits``."""
+        if then is None:
+            return 0
+        start, _ = self._graph.solve(edits)
+        nodes = self._call_nodes if wait.stream is None else self._run_nodes
+        spans = self.calls if wait.stream is None else self.runs
+        return spans[then].start_ns - start[nodes[then][0]]
+
+    def unordered(self, conflicts: Conflicts, edits: Edits) -> dict[int, int]:
+        """Of ``conflicts``, those that nothing orders with ``edits``; operations without any are left out."""
+        done = self._graph.done_before(edits)
+        found = ((node, earlier & ~done[node]) for node, earlier in conflicts.items())
+        return {node: earlier for node, earlier in found if earlier}
+
+    def pairs(self, unordered: Mapping[int, int]) -> set[tuple[OpId, OpId]]:
+        """``unordered`` as pairs of operations."""
+        accesses = list(self._graph.accesses)
+        found = set()
+        for later, mask in unordered.items():
+            while mask:
+                bit = mask & -mask
+                mask ^= bit
+                earlier = accesses[bit.bit_length() - 1]
+                found.add((self._graph.accesses[earlier][0], self._graph.accesses[later][0]))
+        return found
+
+    def conflicts(self) -> Conflicts:
+        """All pairs of conflicting accesses by different operations, ordered or not."""
+        cells: dict[tuple[int, int, int], dict[tuple[int, int], list[int]]] = {}
+        ops: dict[OpId, int] = {}
+        found: dict[int, int] = {}
+        for number, (node, (op, work)) in enumerate(self._graph.accesses.items()):
+            low, high = work.layers
+            earlier, mine = 0, 1 << number
+            for access in work.accesses:
+                writes = access.mode is Mode.WRITE
+                for page in access.ids.tolist():
+                    cell = cells.setdefault((access.space, access.pool, page), {})
+                    for (first, end), (wrote, touched) in cell.items():
+                        if first < high and low < end:
+                            earlier |= touched if writes else wrote
+                    marks = cell.setdefault(work.layers, [0, 0])
+                    marks[0] |= mine if writes else 0
+                    marks[1] |= mine
+            ops[op] = ops.get(op, 0) | mine
+            earlier &= ~ops[op]
+            if earlier:
+                found[node] = earlier
+        return found
 
 
 def plan(trace: Trace) -> Plan:
@@ -173,8 +249,11 @@ class _Graph:
         self.before: list[list[int]] = []
         self.cost: list[int] = []
         self.op: list[OpId | None] = []
-        self.start: list[int] = []
-        self.end: list[int] = []
+        self.meets: dict[int, list[int]] = {}
+        """Collectives: what else a node starts after, though it orders no access."""
+        self.knows: dict[int, list[int]] = {}
+        """True queries: what a node is ordered behind, though it did not wait for it."""
+        self.accesses: dict[int, tuple[OpId, _Accessing]] = {}
 
     def add(self, before: Iterable[int], cost: int = 0, op: OpId | None = None) -> int:
         self.before.append(list(before))
@@ -182,32 +261,41 @@ class _Graph:
         self.op.append(op)
         return len(self.before) - 1
 
-    def solve(self) -> None:
-        """Start and end of every node; those in or behind a cycle never run."""
+    def solve(self, edits: Edits) -> tuple[list[int], list[int]]:
+        """Start and end of every node with other predecessors for some; those behind a cycle never run."""
         count = len(self.before)
-        self.start, self.end = [0] * count, [NEVER] * count
-        missing = [len(before) for before in self.before]
+        start, end = [0] * count, [NEVER] * count
+        missing = [0] * count
         after: list[list[int]] = [[] for _ in range(count)]
-        for node, befores in enumerate(self.before):
+        for node, known in enumerate(self.before):
+            befores = [*edits.get(node, known), *self.meets.get(node, ())]
+            missing[node] = len(befores)
             for before in befores:
                 after[before].append(node)
         ready = deque(node for node in range(count) if not missing[node])
-        for node in ready:
-            self.start[node] = 0
-        done = 0
         while ready:
             node = ready.popleft()
-            done += 1
-            self.end[node] = min(NEVER, self.start[node] + self.cost[node])
+            end[node] = min(NEVER, start[node] + self.cost[node])
             for other in after[node]:
-                self.start[other] = max(self.start[other], self.end[node])
+                start[other] = max(start[other], end[node])
                 missing[other] -= 1
                 if not missing[other]:
                     ready.append(other)
-        if done < count:
-            for node in range(count):
-                if missing[node]:
-                    self.start[node] = NEVER
+        for node in range(count):
+            if missing[node]:
+                start[node] = NEVER
+        return start, end
+
+    def done_before(self, edits: Edits) -> list[int]:
+        """Per node, the accesses that are over before it starts, as bits in the order of ``accesses``."""
+        bits = {node: 1 << number for number, node in enumerate(self.accesses)}
+        done: list[int] = []
+        for node, known in enumerate(self.before):
+            mine = 0
+            for before in (*edits.get(node, known), *self.knows.get(node, ())):
+                mine |= done[before] | bits.get(before, 0)
+            done.append(mine)
+        return done
 
     def behind(self, node: int) -> set[OpId]:
         """Operations at ``node`` and before it."""
@@ -230,8 +318,8 @@ class _OpenWait:
     record: WaitRecord
     stream: StreamId | None
     free: list[int]
-    free_at_start: bool
     node: int
+    gate: int
     then: OpId | None = None
 
 
@@ -251,7 +339,7 @@ class _Planner:
         self._last: dict[StreamId, int] = {}
         self._events: dict[EventId, int] = {}
         self._graphs: dict[int, int] = {}
-        self._entries: dict[int, list[GraphNode]] = {}
+        self._entries: dict[int, list[Step]] = {}
         self._posts: dict[int, deque[int]] = {}
         self._ios: dict[int, int] = {}
         self._tensors: dict[int, _Tensor] = {}
@@ -265,10 +353,10 @@ class _Planner:
 
     def run(self, steps: Sequence[Step]) -> Plan:
         """Plan ``steps``; once per planner."""
-        entries: list[GraphNode] = []
+        entries: list[Step] = []
         for step in reversed(steps):  # entries come after their replay
             if isinstance(step.record, GraphNode):
-                entries.append(step.record)
+                entries.append(step)
             elif isinstance(step.record, GraphReplay):
                 self._entries[id(step.record)] = entries[::-1]
                 entries = []
@@ -277,17 +365,16 @@ class _Planner:
                 self._step(step)
         self._meet()
         graph = self._graph
-        graph.solve()
-        calls = {op: Span(graph.start[call], graph.end[back]) for op, (call, back) in self._calls.items()}
-        runs = {op: Span(graph.start[first], graph.end[last]) for op, (first, last) in self._runs.items()}
-        waits = tuple(self._close(wait) for wait in self._waits)
-        return Plan(calls, runs, waits, graph, {op: first for op, (first, _) in self._runs.items()})
-
-    def _close(self, wait: _OpenWait) -> PlannedWait:
-        ends = self._graph.start if wait.free_at_start else self._graph.end
-        free = max((ends[node] for node in wait.free), default=0)
-        awaited = self._graph.end[wait.node] if wait.node >= 0 else 0
-        return PlannedWait(wait.record, wait.stream, free, awaited, wait.then, wait.node)
+        start, end = graph.solve({})
+        calls = {op: Span(start[call], end[back]) for op, (call, back) in self._calls.items()}
+        runs = {op: Span(start[first], end[last]) for op, (first, last) in self._runs.items()}
+        waits = []
+        for wait in self._waits:
+            times = end if wait.stream is not None else start
+            free = max((times[node] for node in wait.free), default=0)
+            awaited = end[wait.node] if wait.node >= 0 else 0
+            waits.append(PlannedWait(wait.record, wait.stream, free, awaited, wait.then, wait.node, wait.gate))
+        return Plan(calls, runs, tuple(waits), graph, self._calls, self._runs)
 
     # -- host ------------------------------------------------------------------------------------------------
 
@@ -306,7 +393,7 @@ class _Planner:
         """Do what the step says; returns the node at which the host goes on."""
         record = step.record
         if isinstance(record, Kernel | Memcpy | Relocate):
-            self._work(record.stream, record.op, call, step.duration_ns)
+            self._work(record, call, step.duration_ns)
         elif isinstance(record, GraphReplay):
             self._graph_replay(record, call, step, self._entries[id(record)])
         elif isinstance(record, EventRecord):
@@ -321,14 +408,21 @@ class _Planner:
             streams = list(self._last) if record.stream is None else [record.stream]
             found = [self._last[stream] for stream in streams if stream in self._last]
             return self._block(record, call, self._graph.add(found) if found else -1)
+        elif isinstance(record, EventQuery):
+            if record.result and record.event in self._events:
+                back = self._graph.add([call])
+                self._graph.knows[back] = [self._events[record.event]]
+                return back
         elif isinstance(record, HostAccess):
             run = self._graph.add([call], step.duration_ns, record.op)
             self._runs[record.op] = run, run
+            self._graph.accesses[run] = record.op, record
             return run
         elif isinstance(record, IoBegin):
             run = self._graph.add([call], step.duration_ns, record.op)
             self._ios[record.io] = run
             self._runs[record.op] = run, run
+            self._graph.accesses[run] = record.op, record
         elif isinstance(record, ThreadPost):
             self._posts.setdefault(record.channel, deque()).append(call)
         elif isinstance(record, RecordStream):
@@ -361,10 +455,11 @@ class _Planner:
         return self._graph.add([call, *found]) if found else call
 
     def _block(self, record: EventSync | HostSync, call: int, awaited: int) -> int:
-        wait = _OpenWait(record, None, [call], True, awaited)
+        back = self._graph.add([call, awaited]) if awaited >= 0 else call
+        wait = _OpenWait(record, None, [call], awaited, back)
         self._waits.append(wait)
         self._thread_waits.setdefault(record.thread, []).append(wait)
-        return self._graph.add([call, awaited]) if awaited >= 0 else call
+        return back
 
     def _meet(self) -> None:
         """A collective returns once every rank has entered it, and never if a rank entered another instead."""
@@ -373,7 +468,7 @@ class _Planner:
                 here = [entered[number] for entered in ranks.values() if number < len(entered)]
                 matched = len({site for site, _, _ in here}) == 1
                 for _, _, back in here:
-                    self._graph.before[back].extend(call for _, call, _ in here)
+                    self._graph.meets[back] = [call for _, call, _ in here]
                     if not matched:
                         self._graph.cost[back] = NEVER
 
@@ -399,11 +494,13 @@ class _Planner:
         node = self._last[stream] = self._graph.add(before, cost, op)
         return node
 
-    def _work(self, stream: StreamId, op: OpId, call: int, cost: int, extra: Sequence[int] = ()) -> None:
+    def _work(self, record: DeviceRecord, call: int, cost: int, extra: Sequence[int] = ()) -> None:
         """Queue one operation."""
-        self._delayed(stream, op, [call, *self._implied(stream), *extra])
-        node = self._queue(stream, call, extra, cost, op)
-        self._runs[op] = node, node
+        stream = record.stream
+        self._delayed(stream, record.op, [call, *self._implied(stream), *extra])
+        node = self._queue(stream, call, extra, cost, record.op)
+        self._runs[record.op] = node, node
+        self._graph.accesses[node] = record.op, record
 
     def _delayed(self, stream: StreamId, op: OpId, others: list[int]) -> None:
         """``op`` is what the stream's waits so far hold up, and ``others`` hold it up too."""
@@ -412,34 +509,37 @@ class _Planner:
             wait.free.extend(others)
 
     def _wait(self, record: EventWait | WaitStream, stream: StreamId, call: int, awaited: int) -> None:
-        wait = _OpenWait(record, stream, [*self._of(self._last, stream), *self._implied(stream)], False, awaited)
+        free = [*self._of(self._last, stream), *self._implied(stream)]
+        gate = self._queue(stream, call, [awaited] if awaited >= 0 else ())
+        wait = _OpenWait(record, stream, free, awaited, gate)
         self._waits.append(wait)
         self._stream_waits.setdefault(stream, []).append(wait)
-        if awaited >= 0:
-            self._queue(stream, call, [awaited])
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
-    def _graph_replay(self, record: GraphReplay, call: int, step: Step, entries: Sequence[GraphNode]) -> None:
-        """A replay follows earlier ones of the same graph; entries without a time of their own share the step's."""
+    def _graph_replay(self, record: GraphReplay, call: int, step: Step, entries: Sequence[Step]) -> None:
+        """A replay follows earlier ones of the same graph."""
         stream, earlier = record.stream, self._of(self._graphs, record.graph)
         if not entries:
-            self._work(stream, record.op, call, step.duration_ns, earlier)
+            self._work(record, call, step.duration_ns, earlier)
             self._graphs[record.graph] = self._last[stream]
             return
         others = [call, *self._implied(stream), *earlier]
         self._delayed(stream, record.op, others)
         first = self._graph.add([*self._of(self._last, stream), *others])
-        share = step.duration_ns // max(1, sum(entry.event is None for entry in entries))
         nodes: list[int] = []
-        for entry in entries:
+        for part in entries:
+            entry = part.record
+            assert isinstance(entry, GraphNode)
             if entry.after == IN_ORDER:
                 before = nodes[-1:]
             else:
                 before = [node for index, node in enumerate(nodes) if entry.after >> index & 1]
-            nodes.append(self._graph.add([first, *before], 0 if entry.event is not None else share))
+            nodes.append(self._graph.add([first, *before], 0 if entry.event is not None else part.duration_ns))
             if entry.event is not None:
                 self._events[entry.event] = nodes[-1]
+            else:
+                self._graph.accesses[nodes[-1]] = record.op, entry
         last = self._graph.add(nodes, 0, record.op)
         self._last[stream] = self._graphs[record.graph] = last
         self._runs[record.op] = first, last

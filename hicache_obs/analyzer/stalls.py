@@ -15,7 +15,7 @@ Not reported: ``event_reuse`` (no rule that could not be wrong), and calls that 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,6 +25,7 @@ from hicache_obs.analyzer.plan import (
     DEFAULT_HOST_NS,
     NEVER,
     DeviceRecord,
+    Edits,
     PlannedWait,
     Step,
     WaitRecord,
@@ -64,11 +65,12 @@ MIN_NS: Final = 100_000
 """Shorter stalls are not worth a report."""
 MAX_RECORDS: Final = 4096
 """Longer traces are not searched: each wait in question means analysing the trace again."""
-MAX_ANALYSED: Final = 500_000
-"""Records analysed or planned for one trace, all searches together."""
+MAX_PLANNED: Final = 2_000_000
+"""Records that the search of one trace goes over, all its trials together."""
+MAX_CONFIRMED: Final = 32
+"""Stalls that are confirmed one by one if the analyzer does not confirm them together."""
 
 Pair = tuple[OpId, OpId]
-_NONE: Final[frozenset[Pair]] = frozenset()
 
 
 class StallClass(str, enum.Enum):
@@ -232,10 +234,6 @@ def _divergence(trace: Trace, ranks: dict[int, list[Collective]]) -> Stall | Non
 # -- waits -----------------------------------------------------------------------------------------------------
 
 
-class _OutOfBudget(Exception):
-    """The trace takes too long to search."""
-
-
 class _Search:
     """Looks for stalls in one trace."""
 
@@ -248,33 +246,51 @@ class _Search:
         self._records = {step.record.op: step.record for step in self._steps if not isinstance(step.record, GraphNode)}
         events = (getattr(record, "event", None) for record in trace)
         self._fresh = max((int(event) for event in events if event is not None), default=0)
-        self._left = MAX_ANALYSED
+        self._conflicts = self._plan.conflicts()
+        self._left = MAX_PLANNED
         self.note = ""
 
     def needless_waits(self) -> list[Stall]:
-        """Waits that block for long and could go, shrink or move."""
-        found: list[Stall] = []
+        """Waits that block for long and could go, shrink or move; the analyzer has the last word."""
         waits = [wait for wait in self._plan.waits if wait.blocked_ns >= MIN_NS and wait.awaited_ns < NEVER]
         waits.sort(key=lambda wait: (wait.free_ns, wait.record.op))  # not by file: between threads that is chance
-        if not waits:
-            return found
-        try:
-            current = self._steps
-            base = self._races(current)
-            for wait in waits:
-                stall = self._judge(wait, current, base)
-                if stall is not None:
-                    found.append(stall)
-                    current = self._changed(current, wait.record, stall)
-        except _OutOfBudget:
-            self.note = f"stalls searched in part: more than {MAX_ANALYSED} records to analyse"
-        return found
+        found: list[tuple[WaitRecord, Stall]] = []
+        edits: Edits = {}
+        base = self._plan.unordered(self._conflicts, edits) if waits else {}
+        for wait in waits:
+            if self._left < 0:
+                self.note = f"stalls searched in part: the search takes more than {MAX_PLANNED} records"
+                break
+            stall = self._judge(wait, edits, base)
+            if stall is not None:
+                found.append((wait.record, stall))
+                edits = self._edited(wait, stall, edits)
+        return self._confirmed(found)
 
-    def _judge(self, wait: PlannedWait, current: Sequence[Step], base: frozenset[Pair]) -> Stall | None:
-        record = wait.record
-        if self._gain(wait, wait.then, _without(self._steps, record)) < MIN_NS:
+    def _confirmed(self, found: list[tuple[WaitRecord, Stall]]) -> list[Stall]:
+        """Those that, changed as proposed, give no new race; normally all."""
+        if not found:
+            return []
+        base = self._races(self._steps)
+        steps = self._steps
+        for record, stall in found:
+            steps = self._changed(steps, record, stall)
+        if self._races(steps) <= base:
+            return [stall for _, stall in found]
+        kept: list[Stall] = []
+        steps = self._steps
+        for record, stall in found[:MAX_CONFIRMED]:
+            changed = self._changed(steps, record, stall)
+            if self._races(changed) <= base:
+                kept.append(stall)
+                steps = changed
+        return kept
+
+    def _judge(self, wait: PlannedWait, edits: Edits, base: Mapping[int, int]) -> Stall | None:
+        plan, record = self._plan, wait.record
+        if self._gain(wait, wait.then, plan.without(wait, {})) < MIN_NS:
             return None
-        new = self._races(_without(current, record)) - base
+        new = self._new(plan.without(wait, edits), base)
         host = wait.stream is None
         plain = Stall(
             StallClass.OVER_SYNC,
@@ -286,11 +302,29 @@ class _Search:
         if not new:
             return plain
         if host:
-            move = self._move(wait, new)
-            if move is not None and not self._races(self._moved(current, record, move)) - base:
+            move = self._move(wait, plan.pairs(new))
+            if move is not None and not self._new(plan.moved(wait, move.on, move.before, edits), base):
                 return replace(plain, cause=StallCause.WRONG_THREAD, move_to=move)
-        needed = self._enough(wait, current, base)
+        needed = self._enough(wait, edits, base)
         return None if needed is None else replace(plain, cause=StallCause.COARSE_FENCE, needed=needed)
+
+    def _edited(self, wait: PlannedWait, stall: Stall, edits: Edits) -> Edits:
+        """``edits`` and the change that ``stall`` proposes."""
+        if stall.move_to is not None:
+            return self._plan.moved(wait, stall.move_to.on, stall.move_to.before, edits)
+        if stall.needed is not None:
+            return self._plan.narrowed(wait, stall.needed, edits)
+        return self._plan.without(wait, edits)
+
+    def _new(self, edits: Edits, base: Mapping[int, int]) -> dict[int, int]:
+        """Pairs without an order that have one in ``base``."""
+        self._left -= len(self._steps)
+        found = self._plan.unordered(self._conflicts, edits)
+        return {node: new for node, earlier in found.items() if (new := earlier & ~base.get(node, 0))}
+
+    def _gain(self, wait: PlannedWait, then: OpId | None, edits: Edits) -> int:
+        self._left -= len(self._steps)
+        return self._plan.gain(wait, then, edits)
 
     def _waiter(self, wait: PlannedWait) -> str:
         names = self._trace.names
@@ -298,17 +332,7 @@ class _Search:
             return f"thread:{names.thread(wait.record.thread)}"
         return f"stream:{names.stream(wait.stream)}"
 
-    def _gain(self, wait: PlannedWait, then: OpId | None, steps: Sequence[Step]) -> int:
-        """How much sooner the waiter comes to ``then`` when the trace is ``steps`` instead."""
-        if then is None:
-            return 0
-        self._spend(len(steps))
-        other = plan_steps(steps, self._kinds)
-        if wait.stream is None:
-            return self._plan.calls[then].start_ns - other.calls[then].start_ns
-        return self._plan.runs[then].start_ns - other.runs[then].start_ns
-
-    def _move(self, wait: PlannedWait, new: frozenset[Pair]) -> Move | None:
+    def _move(self, wait: PlannedWait, new: set[Pair]) -> Move | None:
         """Where the wait belongs if all that needs it is other threads' work, and its own thread has some too."""
         record = wait.record
         if any(self._records[later].thread == record.thread for _, later in new):
@@ -318,8 +342,8 @@ class _Search:
         if not isinstance(self._records[on], DeviceRecord):
             return None
         move = Move(self._records[before].thread, on, before)
-        own = self._own_work(record)
-        return move if self._gain(wait, own, self._moved(self._steps, record, move)) >= MIN_NS else None
+        gain = self._gain(wait, self._own_work(record), self._plan.moved(wait, on, before, {}))
+        return move if gain >= MIN_NS else None
 
     def _own_work(self, record: WaitRecord) -> OpId | None:
         """What the thread that made the call does next, other than waiting and handing over."""
@@ -333,7 +357,7 @@ class _Search:
     def _end(self, op: OpId) -> tuple[int, OpId]:
         return self._plan.runs[op].end_ns, op
 
-    def _enough(self, wait: PlannedWait, current: Sequence[Step], base: frozenset[Pair]) -> OpId | None:
+    def _enough(self, wait: PlannedWait, edits: Edits, base: Mapping[int, int]) -> OpId | None:
         """The earliest operation that it is enough to wait for and that saves ``MIN_NS``.
 
         On one stream waiting for a later operation orders more, so each stream is bisected.
@@ -348,24 +372,18 @@ class _Search:
             low, high = 0, len(ops)
             while low < high:
                 middle = (low + high) // 2
-                if self._races(self._narrowed(current, wait.record, ops[middle])) - base:
+                if self._new(self._plan.narrowed(wait, ops[middle], edits), base):
                     low = middle + 1
                 else:
                     high = middle
             if low < len(ops):
-                narrowed = self._narrowed(self._steps, wait.record, ops[low])
-                if self._gain(wait, wait.then, narrowed) >= MIN_NS:
+                gain = self._gain(wait, wait.then, self._plan.narrowed(wait, ops[low], {}))
+                if gain >= MIN_NS:
                     found.append(ops[low])
         return min(found, default=None, key=self._end)
 
-    def _spend(self, records: int) -> None:
-        self._left -= records
-        if self._left < 0:
-            raise _OutOfBudget
-
     def _races(self, steps: Sequence[Step]) -> frozenset[Pair]:
         """Pairs that the analyzer does not find ordered when the trace is ``steps``."""
-        self._spend(len(steps))
         sink = _PairSink()
         analyzer = Analyzer(sink)
         analyzer.feed([*self._defines, *(step.record for step in steps)])

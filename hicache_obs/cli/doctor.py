@@ -74,5 +74,5 @@ def _ranges() -> Iterator[str]:
 def _blind_spots() -> Iterator[str]:
     yield "the order of work that other libraries launch themselves (NCCL, raw driver calls) is not seen"
     yield "accesses outside the two KV pools and the index buffers are not seen"
-    yield "graph replay, storage, remote transfers and collectives are judged in files, not recorded by the demo's engine"
+    yield "graph replay, storage, remote transfers and collectives are judged in files, the demo's engine has none"
     yield "a forward round's interval is the whole segment's; single accesses inside it have no times"

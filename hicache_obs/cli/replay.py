@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import click
 
 from hicache_obs.analyzer import Analyzer, explain
-from hicache_obs.analyzer.witness import Witness, table, witness
+from hicache_obs.analyzer.witness import Cell, Witness, table, witness
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.errors import InputError, TraceError
 from hicache_obs.findings import ExitCode, Finding, Proof
 from hicache_obs.readers import open_trace
-from hicache_obs.records import OpId
+from hicache_obs.records import OpId, Space
 from hicache_obs.testing import RecordingSink
 from hicache_obs.testing.replay import Content, Halves, replay
 from hicache_obs.trace import Trace
 
-SHOWN_PAGES = 8
+SHOWN_PAGES: Final = 8
 """Pages whose content is printed; the rest are counted."""
 
 
@@ -85,17 +86,21 @@ def _run(trace: Trace, found: Witness) -> ExitCode:
 
 def _show(trace: Trace, found: Witness, contents: tuple[Content, ...]) -> None:
     for content in contents[:SHOWN_PAGES]:
-        cell = content.cell
-        pool = f" of pool {cell.pool}" if cell.pool else ""
-        kind = {"device": "page", "host": "host page", "buffer": "buffer"}[cell.space.name.lower()]
         facts = [f"holds {_halves(trace, content.left)}"]
         for item, read in ((found.earlier, content.earlier_read), (found.later, content.later_read)):
             if read is not None:
                 facts.append(f"{trace.label(item.op)} read {_halves(trace, read)}")
         verdict = "wrong" if content.wrong else "right"
-        click.echo(f"           {kind} {cell.page}{pool}: {', '.join(facts)}: {verdict}")
+        click.echo(f"           {_place(trace, content.cell)}: {', '.join(facts)}: {verdict}")
     if len(contents) > SHOWN_PAGES:
         click.echo(f"           ... and {len(contents) - SHOWN_PAGES} more")
+
+
+def _place(trace: Trace, cell: Cell) -> str:
+    if cell.space is Space.BUFFER:
+        return trace.names.buffer(cell.page)
+    kind, names = ("page", trace.names.pools) if cell.space is Space.DEVICE else ("host page", trace.names.host_pools)
+    return f"{kind} {cell.page}" + (f" of {names.get(cell.pool, f'pool {cell.pool}')}" if cell.pool else "")
 
 
 def _halves(trace: Trace, halves: Halves) -> str:

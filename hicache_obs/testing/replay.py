@@ -22,6 +22,8 @@ from hicache_obs.streams.virtual import VirtualDevice
 
 Halves = tuple[OpId | None, OpId | None]
 """Who wrote the two halves of a page; ``None``: nobody in this run."""
+_Half = tuple[Space, int, int, Moment]
+"""Half of a page: space, pool, page, and the moment at which an item touches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ class _Run:
         self._events: dict[int, Event] = {}
         self._seqs: dict[tuple[int, Moment], list[int]] = {}
         self._probes: dict[tuple[int, Moment], Probe] = {}
-        self._memory: dict[tuple[Space, int, int, Moment], OpId] = {}
-        self._reads: dict[tuple[int, Space, int, int, Moment], OpId | None] = {}
+        self._memory: dict[_Half, OpId] = {}
+        self._reads: dict[tuple[int, _Half], OpId | None] = {}
         for item in found.items:
             self._queue(item)
 
@@ -167,7 +169,7 @@ class _Run:
                 for page in access.ids.tolist() if access.mode is mode else ():
                     place = (access.space, access.pool, page, moment)
                     if mode is Mode.READ:
-                        self._reads[item.index, *place] = self._memory.get(place)
+                        self._reads[item.index, place] = self._memory.get(place)
                     else:
                         self._memory[place] = item.op
 
@@ -186,5 +188,5 @@ class _Run:
         return Content(cell, left, first, second, wrong)
 
     def _read(self, item: Item, cell: Cell) -> Halves | None:
-        keys = [(item.index, cell.space, cell.pool, cell.page, moment) for moment in Moment]
-        return (self._reads[keys[0]], self._reads[keys[1]]) if keys[0] in self._reads else None
+        begin, end = ((item.index, (cell.space, cell.pool, cell.page, moment)) for moment in Moment)
+        return (self._reads[begin], self._reads[end]) if begin in self._reads else None
