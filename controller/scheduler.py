@@ -136,6 +136,7 @@ class Scheduler:
         before_launch, after_submit: Called before a round is launched and after the step's load-backs were
             submitted; the demo's writer gate hangs here. Both default to nothing.
         on_alloc, on_free: Told of device page ownership: ``(owner, pages)``.
+        on_round: Told of every launched round and the requests of its rows: ``(round_id, request_ids)``.
         outputs: Output tokens of finished requests, by request id.
         restored: Every restored page, by ledger tenancy.
     """
@@ -152,6 +153,7 @@ class Scheduler:
     after_submit: Callable[[], None] | None = None
     on_alloc: Callable[[int, PageIds], None] | None = None
     on_free: Callable[[int, PageIds], None] | None = None
+    on_round: Callable[[int, tuple[int, ...]], None] | None = None
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     outputs: dict[int, list[int]] = field(default_factory=dict)
     restored: dict[int, Restored] = field(default_factory=dict)
@@ -557,6 +559,8 @@ class Scheduler:
         result = self.runner.forward(batch, layer_wait=wait)
         for state in states:
             state.last_round, state.last_stream = batch.round_id, stream.stream_id
+        if self.on_round is not None:
+            self.on_round(batch.round_id, tuple(state.request.request_id for state in states))
         self.in_flight.launched(stream, batch.round_id, result.done)
         return _Launched(result, stream, states, batch.mode is BatchMode.EXTEND)
 

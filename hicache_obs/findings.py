@@ -205,6 +205,26 @@ class Finding:
     also: tuple[Shared, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class BlastRadius:
+    """What can have wrong contents because of a race; an over-approximation (``hicache_obs.analyzer.taint``).
+
+    Attributes:
+        rounds: Forward rounds that read a spoiled page, ascending; their requests may have wrong tokens.
+        transfers: Copies that moved one.
+        ios: Storage, network or third-party transfers that moved one: what they wrote elsewhere is spoiled.
+        device_pages, host_pages: ``(pool, page)`` that held spoiled contents, ascending; cleaned since or not.
+        complete: Every consequence in the trace is here. False for an unknown race, or if a bound was met.
+    """
+
+    rounds: tuple[int, ...]
+    transfers: tuple[int, ...]
+    ios: tuple[int, ...]
+    device_pages: tuple[tuple[int, int], ...]
+    host_pages: tuple[tuple[int, int], ...]
+    complete: bool
+
+
 def fingerprint(hazard: Hazard, earlier_site: str, later_site: str, on: str, waiter: str, engine: str) -> str:
     """Stable name of a defect: hazard, both sites, the missing edge and the engine version; never ids or times."""
     text = "\0".join((hazard.value, earlier_site, later_site, on, waiter, engine))

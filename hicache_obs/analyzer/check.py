@@ -16,9 +16,11 @@ import numpy as np
 from hicache_obs.analyzer.fence_cost import FenceMeter
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.shadow import Conflict, Group, Label, Lookup, Operation, Overlap, Shadow
+from hicache_obs.analyzer.taint import Taint
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.findings import (
     AccessInfo,
+    BlastRadius,
     Cause,
     Edge,
     Finding,
@@ -149,6 +151,7 @@ class Analyzer:
         self._sink = sink
         self._order = Order()
         self._shadow = Shadow()
+        self._taint = Taint()
         self._names = Names()
         self._meter = FenceMeter(sink, self._conflict_hazard)
         self._waits: deque[_Wait] = deque(maxlen=RECENT_WAITS)
@@ -201,6 +204,13 @@ class Analyzer:
     def retained_groups(self) -> int:
         """Groups in the history now: what the analyzer's memory grows with."""
         return self._shadow.retained
+
+    def blast_radius(self, race: str | tuple[OpId, OpId]) -> BlastRadius:
+        """What a race can have spoiled so far; all races of a fingerprint, or one by its operations, earlier first.
+
+        Every pair has its radius from its later operation on; a fingerprint once its findings are reported.
+        """
+        return self._taint.radius(race)
 
     def feed(self, records: Iterable[Record]) -> int:
         """Analyse ``records``; returns how many there were."""
@@ -303,7 +313,9 @@ class Analyzer:
         self._ios[record.io] = slot
         actor = order.io(slot)
         order.follow(actor, thread)
-        self._settle_all(self._enter(record, actor, Label(_IO[record.kind], record.site, None, 0, record.thread)).op)
+        self._settle_all(
+            self._enter(record, actor, Label(_IO[record.kind], record.site, None, record.io, record.thread)).op
+        )
 
     def _io_slot(self, thread: Actor) -> int:
         """A slot whose last transfer ``thread`` knows to be over, so that two users of it are really in order."""
@@ -342,6 +354,7 @@ class Analyzer:
         operation, conflicts, lookups = self._shadow.enter(actor, record.accesses, record.layers, clock, make)
         for lookup in lookups:
             self._count(label.what, lookup)
+        self._taint.step(operation)
         for conflict in conflicts:
             self._on_conflict(conflict, operation, actor)
         order.advance(actor)
@@ -369,6 +382,7 @@ class Analyzer:
         if proof is Proof.NONE and earlier.seq < self._order.lost_at:
             proof = Proof.UNKNOWN
         later.unordered += (earlier.op,)
+        self._taint.race(earlier, later, conflict.overlaps)
         cause, waiter = self._cause(conflict, later, actor, proof)
         self._pending.setdefault(later.op, []).append(_Pair(conflict, later, proof, cause, waiter))
 
@@ -528,6 +542,7 @@ class Analyzer:
             self._shadow.note_free(block, self._seq)
 
     def _on_alloc(self, record: PageAlloc) -> None:
+        self._taint.allocate(record.access)
         if self._raced:  # a new owner: the page is armed again
             access = record.access
             self._raced.difference_update((access.space, access.pool, page) for page in access.ids.tolist())
@@ -572,6 +587,7 @@ class Analyzer:
                     continue
                 if group.actor != later.group.actor and _timing(earlier, later) is Timing.BROKEN:
                     conflict = Conflict(earlier, self._shadow.shared(later.group, group))
+                    self._taint.race(earlier, later, conflict.overlaps)
                     self._report(_Pair(conflict, later, Proof.ORDERED, Cause.CLOCK_OR_FENCE, None), Timing.BROKEN)
 
     def _settle(self, pair: _Pair) -> None:
@@ -588,6 +604,8 @@ class Analyzer:
         hazard = self._hazard(overlaps, earlier, later)
         first, second = self._access(earlier, main.earlier), self._access(later, main.later)
         on, waiter = self._actor_name(earlier), self._actor_name(later)
+        name = fingerprint(hazard, first.site, second.site, on, waiter, self._names.engine)
+        self._taint.name(name, (earlier.op, later.op))
         self._sink.on_finding(
             Finding(
                 hazard=hazard,
@@ -607,7 +625,7 @@ class Analyzer:
                 missing_edge=Edge(on, earlier.op, waiter, later.op),
                 wrong_waiter=pair.wrong_waiter,
                 coarse="forward" in (first.what, second.what),
-                fingerprint=fingerprint(hazard, first.site, second.site, on, waiter, self._names.engine),
+                fingerprint=name,
                 secondary=secondary,
                 also=tuple(Shared(space.name.lower(), pool, ids) for (space, pool), ids in shared.items()),
             )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Final
 
-from hicache_obs.findings import AccessInfo, Cause, Finding, Hazard, Timing, Verdict
+from hicache_obs.findings import AccessInfo, BlastRadius, Cause, Finding, Hazard, Timing, Verdict
 
 _STORY: Final = {
     Hazard.WAW_FORWARD_RESTORE: (
@@ -37,8 +38,8 @@ _DEFAULT_STORY: Final = "Two operations touch the same pages, at least one write
 _VERB: Final = {"read": "reads", "write": "writes"}
 
 
-def explain(finding: Finding) -> str:
-    """Several lines: what happened, what ran where, why nothing orders it, and how to fix it."""
+def explain(finding: Finding, radius: BlastRadius | None = None) -> str:
+    """Several lines: what happened, what ran where, why nothing orders it, what it spoiled, and how to fix it."""
     title = f"{finding.fingerprint}  {finding.verdict.value.upper()}  {finding.hazard.value}"
     if finding.secondary:
         title += "  (secondary: one of these pages had raced before)"
@@ -53,6 +54,7 @@ def explain(finding: Finding) -> str:
         f"  later    {_access(finding.later, zero)}",
         f"  measured {_measured(finding)}",
         f"  proof    {_proof(finding)}",
+        *([] if radius is None else [f"  spoiled {_radius(radius)}"]),
         f"  fix      {_fix(finding)}",
     ]
     return "\n".join(lines)
@@ -98,6 +100,27 @@ def _proof(finding: Finding) -> str:
     elif finding.cause is Cause.RECORDS_LOST:
         text = "records were lost between the two, so an edge may be missing from the trace"
     return text
+
+
+def _radius(radius: BlastRadius) -> str:
+    """``since: 12 rounds (5–17), 34 device pages``; what there is none of is left out."""
+    rounds = _count(radius.rounds, "round")
+    if radius.rounds:
+        low, high = radius.rounds[0], radius.rounds[-1]
+        rounds += f" ({low})" if low == high else f" ({low}–{high})"
+    parts = [
+        rounds,
+        _count(radius.ios, "storage or network transfer"),
+        _count(radius.device_pages, "device page"),
+        _count(radius.host_pages, "host page"),
+    ]
+    text = "since: " + (", ".join(part for part in parts if part) or "nothing else")
+    return text if radius.complete else text + ", and what was forgotten"
+
+
+def _count(things: Sized, noun: str) -> str:
+    number = len(things)
+    return f"{number} {noun}{'' if number == 1 else 's'}" if number else ""
 
 
 def _fix(finding: Finding) -> str:

@@ -14,7 +14,7 @@ from hicache_obs.analyzer import Analyzer, explain
 from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
-from hicache_obs.findings import ExitCode, Finding, Shared, Verdict, worst
+from hicache_obs.findings import BlastRadius, ExitCode, Finding, Shared, Verdict, worst
 from hicache_obs.readers import open_trace
 from hicache_obs.records import OpId
 from hicache_obs.trace import Trace
@@ -46,6 +46,7 @@ class _Report:
     """What one file gave."""
 
     trace: Trace
+    analyzer: Analyzer
     keeper: _Keeper
     pairs_checked: int
     stalls: StallReport
@@ -88,14 +89,15 @@ def _analyse(path: Path) -> _Report:
     code = keeper.exit_code(lookups)
     if code is ExitCode.NOTHING_CHECKED and stalls.stalls and not keeper.verdicts[Verdict.UNKNOWN]:
         code = ExitCode.CLEAN  # collectives were compared: that is a check
-    return _Report(trace, keeper, lookups, stalls, code)
+    return _Report(trace, analyzer, keeper, lookups, stalls, code)
 
 
 def _show(report: _Report) -> None:
     summary = f"{report.trace.source}: {report.outcome}, {report.pairs_checked} page pairs checked"
     click.echo(fit(summary, indent=FINDING_INDENT))
     for finding in report.keeper.findings[:SHOWN]:
-        click.echo("\n" + fit(explain(finding), indent=FINDING_INDENT))
+        radius = report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
+        click.echo("\n" + fit(explain(finding, radius), indent=FINDING_INDENT))
     for stall in report.stalls.stalls:
         click.echo(fit(_stall_line(report.trace, stall), indent=2))
     if report.stalls.note:
@@ -112,16 +114,18 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "file": str(report.trace.source),
         "outcome": report.outcome,
         "pairs_checked": report.pairs_checked,
-        "races": _races(report.trace, report.keeper.findings),
+        "races": _races(report),
         "stalls": [stall.as_json(report.trace) for stall in report.stalls.stalls],
     }
 
 
-def _races(trace: Trace, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+def _races(report: _Report) -> list[dict[str, Any]]:
     """One entry per pair of steps: entries of one graph replay are one step."""
+    trace = report.trace
     races: dict[tuple[str | int, str | int], dict[str, Any]] = {}
-    for finding in findings:
+    for finding in report.keeper.findings:
         race = _race(trace, finding)
+        race["tainted"] = _tainted(trace, report.analyzer.blast_radius((finding.earlier.op, finding.later.op)))
         known = races.setdefault(tuple(race["between"]), race)
         if known is not race:
             for key in (*_RESOURCES.values(), "layers"):
@@ -142,6 +146,20 @@ def _race(trace: Trace, finding: Finding) -> dict[str, Any]:
         "layers": list(range(low, high)) if high < 2**31 - 1 else [],
         "verdict": finding.verdict.value,
         "cause": finding.cause.value,
+    }
+
+
+def _tainted(trace: Trace, radius: BlastRadius) -> dict[str, Any]:
+    """Blast radius of one race; a scenario's rounds and transfers are its steps."""
+    device = [Shared("device", pool, (page,)) for pool, page in radius.device_pages]
+    host = [Shared("host", pool, (page,)) for pool, page in radius.host_pages]
+    return {
+        "rounds": [_step(trace, OpId(number)) for number in radius.rounds],
+        "transfers": [_step(trace, OpId(number)) for number in radius.transfers],
+        "ios": list(radius.ios),
+        "pages": [_resource(trace, shared, page) for shared in device for page in shared.pages],
+        "host_pages": [_resource(trace, shared, page) for shared in host for page in shared.pages],
+        "complete": radius.complete,
     }
 
 
