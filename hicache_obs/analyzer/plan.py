@@ -147,14 +147,23 @@ class Plan:
         return self._graph.behind(self._run_nodes[op][0]) - {op}
 
     def without(self, wait: PlannedWait, edits: Edits) -> Edits:
-        """``edits``, and ``wait`` waits for nothing."""
-        before = [*edits.get(wait.gate, self._graph.before[wait.gate])]
+        """``edits``, and ``wait`` is not made: what its call alone put on a stream goes too."""
+        queued = self._graph.queued
+        if wait.stream is None:
+            return {**edits, wait.gate: self._rest(wait)}
+        if isinstance(wait.record, WaitStream):
+            edits = {**edits, wait.node: queued[wait.node]}
+        return {**edits, wait.gate: queued[wait.gate]}
+
+    def _rest(self, wait: PlannedWait) -> list[int]:
+        """What the waiter follows besides the awaited record."""
+        before = [*self._graph.before[wait.gate]]
         before.remove(wait.node)
-        return {**edits, wait.gate: before}
+        return before
 
     def narrowed(self, wait: PlannedWait, op: OpId, edits: Edits) -> Edits:
         """``edits``, and ``wait`` waits for operation ``op`` instead."""
-        return self._also(self.without(wait, edits), wait.gate, op)
+        return self._also({**self.without(wait, edits), wait.gate: self._rest(wait)}, wait.gate, op)
 
     def moved(self, wait: PlannedWait, op: OpId, before: OpId, edits: Edits) -> Edits:
         """``edits``, and instead of ``wait``, the thread that issues ``before`` waits for ``op`` just before it."""
@@ -253,6 +262,8 @@ class _Graph:
         """Collectives: what else a node starts after, though it orders no access."""
         self.knows: dict[int, list[int]] = {}
         """True queries: what a node is ordered behind, though it did not wait for it."""
+        self.queued: dict[int, list[int]] = {}
+        """The stream item that a stream item is right behind."""
         self.accesses: dict[int, tuple[OpId, _Accessing]] = {}
 
     def add(self, before: Iterable[int], cost: int = 0, op: OpId | None = None) -> int:
@@ -490,8 +501,9 @@ class _Planner:
         self, stream: StreamId, call: int, extra: Iterable[int] = (), cost: int = 0, op: OpId | None = None
     ) -> int:
         """Put an item on a stream, behind what is there."""
-        before = [call, *self._of(self._last, stream), *self._implied(stream), *extra]
-        node = self._last[stream] = self._graph.add(before, cost, op)
+        previous = self._of(self._last, stream)
+        node = self._last[stream] = self._graph.add([call, *previous, *self._implied(stream), *extra], cost, op)
+        self._graph.queued[node] = previous
         return node
 
     def _work(self, record: DeviceRecord, call: int, cost: int, extra: Sequence[int] = ()) -> None:

@@ -1,12 +1,12 @@
 """Waits that cost time and order nothing, or more than is needed; copies that overlap nothing; ranks that diverge.
 
-The times come from ``plan``. A wait that blocks for ``MIN_NS`` or more is judged by what the analyzer says of the same
-trace without it: no new race, and it is not needed; else the earliest operation is searched that would have been
-enough to wait for; else, if only other threads' work races, the wait belongs there. A wait whose work is needed in
+Times, and the order of a trace with one wait changed, come from ``plan``. A wait that blocks for ``MIN_NS`` or more is
+judged by the races of the same trace without it: no new one, and it is not needed; else, if only other threads' work
+races, the wait belongs there; else the earliest operation is searched that would have been enough to wait for. The
+analyzer then has to find no new race in the trace with everything changed as proposed. A wait whose work is needed in
 full is no stall, nor is one whose absence would save nothing because another wait would block instead, nor that of a
-thread which only waits on behalf of others. Several waits
-may each be redundant only as long as the others stay: races are therefore judged with the waits reported so far
-already changed as proposed, so following the whole report is safe.
+thread which only waits on behalf of others. Several waits may each be redundant only as long as the others stay: each
+is judged with those reported so far already changed, so following the whole report is safe.
 
 Not reported: ``event_reuse`` (no rule that could not be wrong), and calls that hand over rather than wait
 (``thread_recv``, ``io_end``, allocator reuse).

@@ -1,0 +1,344 @@
+"""Plans in worked numbers; every stall rule with its twin that is none; the cases; agreement with the analyzer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from hicache_obs.analyzer import Analyzer
+from hicache_obs.analyzer.plan import NEVER, Plan, plan
+from hicache_obs.analyzer.stalls import MAX_RECORDS, StallReport, find_stalls
+from hicache_obs.readers.scenario import parse_scenario
+from hicache_obs.records import AnyRecord, DropReason, Lost, OpId, Record, ThreadId
+from hicache_obs.testing import RecordingSink
+from hicache_obs.testing.programs import random_program
+from hicache_obs.trace import Trace, make_trace
+
+CASES = sorted((Path(__file__).parent.parent / "cases").glob("*.json"))
+Step = dict[str, Any]
+
+
+def trace_of(steps: list[Step], **top: Any) -> Trace:
+    """Steps ``s1``, ``s2``, …; each call takes 2 µs unless it says otherwise."""
+    numbered = [{"id": f"s{number}", **step} for number, step in enumerate(steps, 1)]
+    return parse_scenario(json.dumps({"steps": numbered, **top}).encode(), source="test")
+
+
+def kernel(stream: str, dur_us: float = 10, **keys: Any) -> Step:
+    return {"op": "kernel", "stream": stream, "dur_us": dur_us, **keys}
+
+
+def load(dur_us: float, layer: int | None = None, **keys: Any) -> Step:
+    step = {"op": "memcpy", "kind": "h2d", "stream": "load", "host_pages": [2], "device_pages": [30]}
+    return {**step, "dur_us": dur_us, **({} if layer is None else {"layer": layer}), **keys}
+
+
+def fence(waiter: str, on: str) -> Step:
+    return {"op": "wait_stream", "waiter": waiter, "on": on}
+
+
+def record(event: str, stream: str) -> Step:
+    return {"op": "event_record", "event": event, "stream": stream}
+
+
+def wait(event: str, stream: str) -> Step:
+    return {"op": "event_wait", "event": event, "stream": stream}
+
+
+def runs_us(steps: list[Step], **top: Any) -> dict[str, tuple[float, float]]:
+    """Start and end of what runs, by step."""
+    trace = trace_of(steps, **top)
+    return {trace.label(op): (span.start_ns / 1e3, span.end_ns / 1e3) for op, span in plan(trace).runs.items()}
+
+
+def calls_us(steps: list[Step], **top: Any) -> dict[str, tuple[float, float]]:
+    trace = trace_of(steps, **top)
+    return {trace.label(op): (span.start_ns / 1e3, span.end_ns / 1e3) for op, span in plan(trace).calls.items()}
+
+
+def found(report: StallReport, trace: Trace) -> list[dict[str, object]]:
+    return [stall.as_json(trace) for stall in report.stalls]
+
+
+def stalls(steps: list[Step], **top: Any) -> list[dict[str, object]]:
+    trace = trace_of(steps, **top)
+    report = find_stalls(trace)
+    assert not report.skipped
+    return found(report, trace)
+
+
+# -- plan ------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_first_in_first_out() -> None:
+    assert runs_us([kernel("a", 100), kernel("a", 50), kernel("b", 20)]) == {
+        "s1": (2, 102),
+        "s2": (102, 152),
+        "s3": (6, 26),
+    }
+
+
+def test_a_stream_waits_for_the_record_that_was_current() -> None:
+    steps = [kernel("a", 100), record("e", "a"), kernel("a", 70), wait("e", "b"), kernel("b", 5)]
+
+    assert runs_us(steps)["s5"] == (102, 107)
+    assert runs_us([*steps[:3], fence("b", "a"), steps[4]])["s5"] == (172, 177)
+
+
+def test_a_wait_for_an_event_that_was_never_recorded_does_nothing() -> None:
+    assert runs_us([kernel("a", 100), wait("e", "b"), kernel("b", 5)])["s3"] == (6, 11)
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {"op": "event_sync", "event": "e"},
+        {"op": "host_sync", "scope": "stream", "stream": "a"},
+        {"op": "host_sync", "scope": "device"},
+    ],
+)
+def test_a_host_thread_blocks(sync: Step) -> None:
+    steps = [kernel("a", 100), record("e", "a"), sync, kernel("b", 5)]
+
+    assert calls_us(steps)["s3"] == (4, 102)
+    assert runs_us(steps)["s4"] == (104, 109)
+
+
+def test_a_receiver_waits_for_the_post_only() -> None:
+    post, recv = {"op": "thread_post", "chan": "q"}, {"op": "thread_recv", "chan": "q", "thread": "t"}
+    steps = [kernel("a", 100, host_us=50), post, recv, kernel("b", 5, thread="t")]
+
+    assert calls_us(steps)["s3"] == (0, 52)
+    assert runs_us(steps)["s4"] == (54, 59)
+
+
+def test_a_cpu_access_takes_host_time_and_io_does_not() -> None:
+    cpu = {"op": "host_access", "reads_buf": ["x"], "dur_us": 40}
+    begin = {"op": "io_begin", "io": "i", "kind": "storage_read", "writes_host": [1], "dur_us": 500}
+    steps = [cpu, begin, kernel("a"), {"op": "io_end", "io": "i"}, kernel("a")]
+
+    assert runs_us(steps) == {"s1": (2, 42), "s2": (44, 544), "s3": (46, 56), "s5": (546, 556)}
+
+
+def test_the_legacy_stream_and_blocking_streams_wait_for_each_other() -> None:
+    kinds = {"legacy": {"kind": "legacy"}, "b": {"kind": "blocking"}, "n": {"kind": "nonblocking"}}
+    steps = [kernel("b", 100), kernel("legacy", 10), kernel("n", 10), kernel("b", 10)]
+
+    assert runs_us(steps, streams=kinds) == {"s1": (2, 102), "s2": (102, 112), "s3": (6, 16), "s4": (112, 122)}
+
+
+def test_graph_replays_follow_each_other_and_their_nodes_follow_what_they_name() -> None:
+    nodes = [{"writes": [1], "dur_us": 10}, {"writes": [2], "dur_us": 20}, {"writes": [3], "dur_us": 30, "after": [0]}]
+    replay = {"op": "graph_replay", "graph": "g", "nodes": nodes}
+    steps = [{**replay, "stream": "a"}, {**replay, "stream": "b"}, kernel("a")]
+
+    assert runs_us(steps) == {"s1": (2, 42), "s2": (42, 82), "s3": (42, 52)}
+
+
+def test_a_reused_block_blocks_until_marked_streams_are_done() -> None:
+    alloc = {"op": "tensor_alloc", "tensor": "t", "mem": "M", "stream": "a"}
+    mark = {"op": "record_stream", "tensor": "t", "stream": "b"}
+    steps = [alloc, kernel("b", 200, reads_buf=["M"]), mark, {"op": "tensor_free", "tensor": "t"}, alloc]
+
+    assert calls_us(steps)["s5"] == (8, 204)
+    unmarked = calls_us([*steps[:2], *steps[3:]])
+    assert unmarked["s4"] == (6, 8)
+
+
+def collective(name: str, rank: int, host_us: float = 2) -> Step:
+    return {"op": "collective", "group": "tp", "name": name, "rank": rank, "thread": f"r{rank}", "host_us": host_us}
+
+
+def test_a_collective_returns_when_all_ranks_are_in_and_never_if_they_differ() -> None:
+    steps = [collective("x", 0), collective("x", 1, 300), collective("y", 0), collective("x", 1), collective("z", 0)]
+    calls = calls_us(steps)
+
+    never = NEVER / 1e3
+    assert calls == {"s1": (0, 300), "s2": (0, 300), "s3": (300, never), "s4": (300, never), "s5": (never, never)}
+
+
+def test_blocked_time() -> None:
+    """From when the stream is free and the operation issued: the second wait of an operation adds what is left."""
+    steps = [
+        *(kernel("a", 100), record("e", "a"), kernel("a", 200), kernel("b", 50)),
+        *(wait("e", "b"), fence("b", "a"), kernel("b")),
+    ]
+    planned: Plan = plan(trace_of(steps))
+
+    assert [wait.blocked_ns for wait in planned.waits] == [102_000 - 58_000, 200_000]
+
+
+# -- stalls ----------------------------------------------------------------------------------------------------
+
+
+def test_a_fence_that_nothing_needs() -> None:
+    steps = [kernel("f", 500, writes=[1]), fence("b", "f"), kernel("b", writes=[2])]
+
+    assert [(s["at"], s["needed"], s["cause"]) for s in stalls(steps)] == [("s2", None, "coarse_fence")]
+    assert stalls([steps[0], steps[2]]) == []
+    assert stalls([*steps[:2], kernel("b", reads=[1])]) == []  # needed in full
+
+
+def test_a_fence_that_waits_for_too_much() -> None:
+    gather, layers, rewrite = kernel("f", 15, reads=[1]), kernel("f", 900, writes=[2]), kernel("s", writes=[1])
+
+    [stall] = stalls([gather, layers, fence("s", "f"), rewrite])
+
+    assert (stall["at"], stall["waiter"], stall["needed"]) == ("s3", "stream:s", "s1")
+    assert stall["blocked_us"] == 917 - 8
+    assert stalls([gather, record("e", "f"), layers, wait("e", "s"), rewrite]) == []
+    assert stalls([gather, {**layers, "dur_us": 90}, fence("s", "f"), rewrite]) == []  # saves too little
+
+
+def test_a_host_that_blocks_for_too_much() -> None:
+    steps = [kernel("f", 20, writes_buf=["out"]), kernel("f", 700, writes=[1]), {"op": "host_sync", "scope": "device"}]
+    use = {"op": "host_access", "reads_buf": ["out"]}
+
+    assert [(s["at"], s["waiter"], s["needed"]) for s in stalls([*steps, use])] == [("s3", "thread:main", "s1")]
+    assert stalls([steps[0], record("e", "f"), steps[1], {"op": "event_sync", "event": "e"}, use]) == []
+    assert stalls(steps) == []  # nothing is seen to come after it
+
+
+def test_a_needless_sync_and_one_that_is_needed() -> None:
+    steps = [kernel("f", 700, writes=[1], writes_buf=["out"]), record("e", "f"), {"op": "event_sync", "event": "e"}]
+
+    [stall] = stalls([*steps, kernel("f", writes=[1])])
+
+    assert (stall["at"], stall["needed"], stall["cause"]) == ("s3", None, "blocking_host")
+    assert stalls([*steps, {"op": "host_access", "reads_buf": ["out"]}]) == []
+
+
+def test_of_two_waits_of_which_one_is_enough_none_is_reported() -> None:
+    """Dropping either saves nothing: the other one blocks instead."""
+    first, second = fence("b", "f"), fence("b", "f")
+    steps = [kernel("f", 500, writes=[1]), first, second, kernel("b", reads=[1])]
+
+    assert stalls(steps) == []
+
+
+def test_following_the_whole_report_is_safe() -> None:
+    """Stream c may drop its own fence or lean on the host's sync, but not both be dropped."""
+    steps = [
+        *(kernel("f", 500, writes=[1]), fence("c", "f"), kernel("c", 10), {"op": "host_sync", "scope": "device"}),
+        kernel("c", reads=[1]),
+    ]
+
+    assert [s["at"] for s in stalls(steps)] == ["s2"]
+
+
+def handed_over(*, sync: str, own_work: bool = True) -> list[Step]:
+    """Main copies and hands over to a storage thread; ``sync`` is the thread that waits for the copy."""
+    drain = {"op": "event_sync", "event": "e", "thread": sync}
+    post, recv = {"op": "thread_post", "chan": "q"}, {"op": "thread_recv", "chan": "q", "thread": "storage"}
+    put = {"op": "io_begin", "io": "p", "kind": "storage_write", "reads_host": [4], "thread": "storage", "dur_us": 50}
+    copy = {"op": "memcpy", "kind": "d2h", "stream": "w", "device_pages": [3], "host_pages": [4], "dur_us": 900}
+    middle = [drain, post, recv] if sync == "main" else [post, recv, drain]
+    return [copy, record("e", "w"), *middle, put, *([kernel("f", writes=[9])] if own_work else [])]
+
+
+def test_a_wait_that_belongs_to_another_thread() -> None:
+    [stall] = stalls(handed_over(sync="main"))
+
+    assert (stall["at"], stall["cause"], stall["waiter"]) == ("s3", "wrong_thread", "thread:main")
+    assert stall["move_to"] == {"thread": "storage", "on": "s1", "before": "s6"}
+    assert stalls(handed_over(sync="storage")) == []
+    assert stalls(handed_over(sync="main", own_work=False)) == []  # a thread whose job it is to wait
+
+
+def layered(*, host_us: float, dur_us: float = 300, waits: bool = True) -> list[Step]:
+    """Three layer copies, 400 µs of host work, then three layers of a forward round."""
+    steps: list[Step] = []
+    for layer in range(3):
+        steps += [load(dur_us, layer, host_us=host_us), record(f"e{layer}", "load")]
+    steps.append({"op": "host_access", "dur_us": 400})
+    for layer in range(3):
+        steps += [wait(f"e{layer}", "f")] if waits else [fence("f", "load")] * (layer == 0)
+        steps += [kernel("f", 350, reads=[30], layer=layer)]
+    return steps
+
+
+def test_copies_that_host_call_time_keeps_from_overlapping() -> None:
+    [stall] = stalls(layered(host_us=2400), layers=3)
+
+    assert (stall["class"], stall["at"], stall["waiter"]) == ("no_overlap", "s9", "stream:f")
+    assert stall["copies"] == ["s1", "s3", "s5"]
+    assert stall["blocked_us"] == 3 * 2402 + 402 + 4 - 2400
+    assert stalls(layered(host_us=2), layers=3) == []
+    assert stalls(layered(host_us=2, dur_us=1), layers=3) == []  # over at once: no call time to blame
+    assert stalls(layered(host_us=2400, waits=False), layers=3) == []  # it waits for all: no pipeline
+
+
+def test_ranks_that_diverge() -> None:
+    """Reported at the collective that was left out, whichever comes first in the file."""
+    steps = [collective("a", 0), collective("a", 1), collective("b", 0), collective("a", 1)]
+
+    for order in ((0, 1, 2, 3), (1, 0, 3, 2)):
+        shuffled = [{"id": f"s{n + 1}", **steps[n]} for n in order]
+        [stall] = found(find_stalls(trace := trace_of(shuffled)), trace)
+        assert (stall["class"], stall["at"], stall["waiter"]) == ("tp_divergence", "s3", "thread:r0")
+        assert (stall["ranks"], stall["deadlock"], stall["blocked_us"]) == ([0, 1], True, None)
+    assert stalls([*steps[:3], collective("b", 1)]) == []
+
+
+# -- limits ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_searched_is_said() -> None:
+    steps = [kernel("f", 500, writes=[1]), fence("b", "f"), kernel("b", writes=[2])]
+    trace = trace_of(steps)
+    lost = Lost(OpId(-1), ThreadId(0), 0, count=1, reason=DropReason.RING_FULL)
+
+    assert "records were lost" in find_stalls(make_trace("t", [*trace, lost], planned_ns=trace.planned_ns)).note
+    assert "no durations" in find_stalls(make_trace("t", list(trace))).note
+    long = find_stalls(trace_of(steps * (MAX_RECORDS // len(steps) + 1)))
+    assert (long.stalls, long.skipped) == ((), True)
+
+
+# -- cases and the analyzer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_cases(path: Path) -> None:
+    """Every expected stall, and on exhaustive files nothing else."""
+    case = json.loads(path.read_text())
+    trace = parse_scenario(path.read_bytes(), source=path.name)
+    report = find_stalls(trace)
+    mine = {stall["at"]: stall for stall in found(report, trace)}
+    expected = [verdict for verdict in case["expect"] if verdict["verdict"] == "stall"]
+
+    assert not report.skipped
+    for verdict in expected:
+        stall = mine[verdict["at"]]
+        same = verdict.keys() & {"class", "cause", "waiter", "needed", "move_to", "copies", "ranks", "deadlock"}
+        assert {key: stall[key] for key in same} == {key: verdict[key] for key in same}
+        if "min_us" in verdict:
+            assert isinstance(stall["blocked_us"], float)
+            assert stall["blocked_us"] >= verdict["min_us"]
+    if case["exhaustive"]:
+        assert len(report.stalls) == len(expected)
+
+
+def analyzed(records: Sequence[Record]) -> set[tuple[OpId, OpId]]:
+    """Pairs that the analyzer reports."""
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(records)
+    analyzer.finish()
+    return set(sink.pairs)
+
+
+def test_the_plan_orders_what_the_analyzer_orders() -> None:
+    """The search's own order is not a second opinion: on random programs, and without each wait, it never differs."""
+    for seed in range(150):
+        records = cast("list[AnyRecord]", random_program(seed))
+        planned = plan(make_trace("random", records))
+        conflicts = planned.conflicts()
+        assert planned.pairs(planned.unordered(conflicts, {})) == analyzed(records), seed
+        for made in planned.waits:
+            if made.node >= 0:
+                left = planned.unordered(conflicts, planned.without(made, {}))
+                assert planned.pairs(left) == analyzed([r for r in records if r is not made.record]), seed
