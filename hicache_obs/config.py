@@ -20,6 +20,7 @@ class Setting:
         default, low, high: Default and inclusive limits.
         unit: Of the value.
         purpose: What it decides, for ``doctor``.
+        power_of_two: Only powers of two are allowed.
     """
 
     name: str
@@ -29,11 +30,22 @@ class Setting:
     high: int
     unit: str
     purpose: str
+    power_of_two: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """The values it takes, in words."""
+        kind = "a power of two" if self.power_of_two else "an integer"
+        return f"{kind} from {self.low} to {self.high}"
 
 
 SETTINGS: Final = (
-    Setting("ring_slots", "HICACHE_OBS_RING_SLOTS", 1 << 16, 1 << 6, 1 << 24, "records", "records a ring file holds"),
-    Setting("arena_ids", "HICACHE_OBS_ARENA_IDS", 1 << 20, 1 << 10, 1 << 30, "page ids", "page ids a ring file holds"),
+    Setting(
+        "ring_slots", "HICACHE_OBS_RING_SLOTS", 1 << 16, 1 << 6, 1 << 24, "records", "records a ring file holds", True
+    ),
+    Setting(
+        "arena_ids", "HICACHE_OBS_ARENA_IDS", 1 << 20, 1 << 10, 1 << 28, "page ids", "page ids a ring file holds", True
+    ),
     Setting("poll_ms", "HICACHE_OBS_POLL_MS", 100, 10, 60_000, "ms", "how often the agent reads the ring"),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
@@ -49,11 +61,11 @@ def read_setting(name: str, environment: Mapping[str, str] | None = None) -> tup
     text = (os.environ if environment is None else environment).get(setting.variable)
     if text is None:
         return setting.default, "default"
-    allowed = f"expected an integer from {setting.low} to {setting.high}"
+    allowed = f"expected {setting.allowed}"
     try:
         value = int(text)
     except ValueError:
         raise ConfigError(f"{setting.variable}: {text!r}; {allowed}") from None
-    if not setting.low <= value <= setting.high:
+    if not setting.low <= value <= setting.high or (setting.power_of_two and value & (value - 1)):
         raise ConfigError(f"{setting.variable}: {value}; {allowed}")
     return value, setting.variable

@@ -6,6 +6,7 @@ times are known, whether the measured order was kept. Both answers meet in ``fin
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -74,6 +75,8 @@ from hicache_obs.records import (
 from hicache_obs.trace import Names
 
 PRUNE_EVERY: Final = 512
+_DOUBTFUL_SEQ: Final = -1
+"""Sequence of a snapshot that is older than any loss: what follows it is never a proven edge."""
 RECENT_WAITS: Final = 256
 MAX_PENDING: Final = 65536
 
@@ -114,10 +117,10 @@ class _Replay:
 
 @dataclass(slots=True, eq=False)
 class _Tensor:
-    """A live tensor: its block, the stream it was handed out for, and the streams marked as using it."""
+    """A live tensor: its block, when it was handed out, and the streams marked as using it."""
 
     block: int
-    stream: Actor
+    seq: int
     marked: set[Actor] = field(default_factory=set)
 
 
@@ -163,6 +166,9 @@ class Analyzer:
         self._io_slots: list[int] = []
         self._tensors: dict[int, _Tensor] = {}
         self._returned: dict[int, list[Snapshot]] = {}
+        # After a loss: newest post per channel and thread, and what any block may have waited for.
+        self._posts: dict[tuple[int, Actor], Snapshot] = {}
+        self._strays: list[Snapshot] = []
         self._pending: dict[OpId, list[_Pair]] = {}
         self._raced: set[tuple[Space, int, int]] = set()
         self._seq = 0
@@ -508,13 +514,25 @@ class Analyzer:
         self._waits.append(_Wait(thread, record.stream, order.note(stream, self._seq), Purpose.PLAIN, self._seq, epoch))
 
     def _on_post(self, record: ThreadPost) -> None:
-        thread = self._order.thread(record.thread)
-        self._channels.setdefault(record.channel, deque()).append(self._order.note(thread, self._seq))
+        order = self._order
+        thread = order.thread(record.thread)
+        if order.lost_at < 0:
+            self._channels.setdefault(record.channel, deque()).append(order.note(thread, self._seq))
+        else:
+            self._posts[record.channel, thread] = order.note(thread, _DOUBTFUL_SEQ)
 
     def _on_receive(self, record: ThreadRecv) -> None:
-        posts = self._channels.get(record.channel)
-        if posts:
-            self._order.join(self._order.thread(record.thread), posts.popleft())
+        """Follow the matching post. After a loss nobody knows which it is: any of them, perhaps."""
+        order = self._order
+        thread = order.thread(record.thread)
+        if order.lost_at < 0:
+            posts = self._channels.get(record.channel)
+            if posts:
+                order.join(thread, posts.popleft())
+            return
+        for (channel, _), post in self._posts.items():
+            if channel == record.channel:
+                order.join(thread, post)
 
     # -- times, losses, names ------------------------------------------------------------------------------
 
@@ -523,10 +541,10 @@ class Analyzer:
 
     def _on_tensor_alloc(self, record: TensorAlloc) -> None:
         """The allocator hands a block out again once the work of marked streams, as of the free, is complete."""
-        stream = self._order.stream(record.stream)
-        self._tensors[record.tensor] = _Tensor(record.block, stream)
+        self._order.stream(record.stream)
+        self._tensors[record.tensor] = _Tensor(record.block, self._seq)
         thread = self._order.thread(record.thread)
-        for snapshot in self._returned.pop(record.block, ()):
+        for snapshot in (*self._returned.pop(record.block, ()), *self._strays):
             self._order.join(thread, snapshot)
 
     def _on_record_stream(self, record: RecordStream) -> None:
@@ -536,6 +554,8 @@ class Analyzer:
 
     def _on_tensor_free(self, record: TensorFree) -> None:
         tensor = self._tensors.pop(record.tensor, None)
+        if tensor is None or tensor.seq < self._order.lost_at:  # its block or its marks may be among the lost
+            self._strays = self._order.notes(_DOUBTFUL_SEQ)
         if tensor is not None:
             self._returned[tensor.block] = [self._order.note(stream, self._seq) for stream in tensor.marked]
             block = Access(Space.BUFFER, Mode.WRITE, np.array([tensor.block], np.int64))
@@ -561,8 +581,12 @@ class Analyzer:
 
     def _on_lost(self, record: Lost) -> None:
         self._close_replay()
-        if record.reason is not DropReason.UNRESOLVED:  # only device times are missing: no edge, no access
+        if record.reason is not DropReason.UNRESOLVED:  # else only device times are missing: no edge, no access
             self._order.lose(self._seq)
+            for channel, posts in self._channels.items():
+                for post in posts:
+                    self._posts[channel, post.actor] = dataclasses.replace(post, seq=_DOUBTFUL_SEQ)
+            self._channels.clear()
         self.totals.lost += record.count
         self._sink.on_lost(record.count, record.reason)
 

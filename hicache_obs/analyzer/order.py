@@ -165,6 +165,10 @@ class Order:
         """What ``actor``'s next operation happens after, as it is now; no marker, no work of its own."""
         return Snapshot([clock.copy() for clock in self._clocks[actor]], actor, seq)
 
+    def notes(self, seq: int) -> list[Snapshot]:
+        """``note`` of every stream."""
+        return [self.note(actor, seq) for key, actor in self._actors.items() if key[0] == "s"]
+
     def follow(self, actor: Actor, other: Actor) -> None:
         """``actor`` follows everything ``other`` has done so far, for good and on every level."""
         self._merge(actor, self._clocks[other], GUARANTEED)

@@ -47,7 +47,7 @@ def _settings() -> Iterator[str]:
     for setting in SETTINGS:
         value, source = read_setting(setting.name)
         origin = "default" if source == "default" else "from the environment"
-        yield f"{setting.variable} = {value} {setting.unit} ({origin}; {setting.low} to {setting.high})"
+        yield f"{setting.variable} = {value} {setting.unit} ({origin}; {setting.allowed})"
         yield f"    {setting.purpose}"
 
 

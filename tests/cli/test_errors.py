@@ -122,12 +122,21 @@ def test_check_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "FILE" in _error(capsys, "check")
 
 
-def test_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad environment variable is named with what is allowed."""
-    monkeypatch.setenv("HICACHE_OBS_POLL_MS", "often")
+@pytest.mark.parametrize(
+    ("variable", "value", "parts"),
+    [
+        ("HICACHE_OBS_POLL_MS", "often", ["'often'", "an integer from 10 to 60000"]),
+        ("HICACHE_OBS_POLL_MS", "5", ["5", "10 to 60000"]),
+        ("HICACHE_OBS_RING_SLOTS", "1000", ["1000", "a power of two from 64"]),
+    ],
+)
+def test_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str, parts: list[str]
+) -> None:
+    """A bad environment variable is named with what is allowed, before anything runs."""
+    monkeypatch.setenv(variable, value)
 
     line = _error(capsys, *QUICK)
 
-    assert "HICACHE_OBS_POLL_MS" in line
-    assert "'often'" in line
-    assert "10 to 60000" in line
+    assert variable in line
+    assert all(part in line for part in parts), line

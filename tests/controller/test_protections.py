@@ -161,8 +161,8 @@ class Twin:
 
     Attributes:
         remove: Takes the protection out.
-        hazards: Found in every such run, and no others.
-        cause: Of all findings.
+        hazards: What is found, and nothing else.
+        causes: Of the findings, together.
         waiter: Stream that the fence was put on instead.
         spoils: Whether adversarial order spoils restored pages.
         fences: Policies that have the protection.

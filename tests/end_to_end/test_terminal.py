@@ -81,7 +81,7 @@ def test_doctor_names_every_setting(capsys: pytest.CaptureFixture[str], monkeypa
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
 
-    assert "HICACHE_OBS_POLL_MS = 20 ms (from the environment; 10 to 60000)" in out
-    assert "HICACHE_OBS_RING_SLOTS = 65536 records (default; 64 to 16777216)" in out
+    assert "HICACHE_OBS_POLL_MS = 20 ms (from the environment; an integer from 10 to 60000)" in out
+    assert "HICACHE_OBS_RING_SLOTS = 65536 records (default; a power of two from 64 to 16777216)" in out
     for title in ("Versions", "Settings", "Devices", "NVTX ranges", "Blind spots"):
         assert f"\n{title}\n" in f"\n{out}"
