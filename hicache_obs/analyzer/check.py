@@ -409,8 +409,12 @@ class Analyzer:
         return self._useless_wait(earlier, later, actor)
 
     def _useless_wait(self, earlier: Operation, later: Operation, actor: Actor) -> tuple[Cause, str | None]:
+        """The wait between the two that was meant to order them, and the stream it concerns; newest first.
+
+        For an access in no stream the wait is its thread's own: a synchronize with a stream that ran none of it.
+        """
         before = earlier.group.actor
-        thread = self._order.thread(later.label.thread)
+        thread = self._order.thread(later.label.thread) if later.label.stream is None else None
         cause = Cause.MISSING_FENCE
         for wait in reversed(self._waits):
             if wait.seq < earlier.seq:
@@ -499,8 +503,7 @@ class Analyzer:
     def _on_event_sync(self, record: EventSync) -> None:
         snapshot = self._order.current(record.event)
         if snapshot is not None:
-            thread = self._order.thread(record.thread)
-            self._order.join(thread, snapshot)
+            self._order.join(self._order.thread(record.thread), snapshot)
 
     def _on_host_sync(self, record: HostSync) -> None:
         order = self._order
@@ -534,14 +537,13 @@ class Analyzer:
             if channel == record.channel:
                 order.join(thread, post)
 
-    # -- times, losses, names ------------------------------------------------------------------------------
+    # -- ownership, times, losses, names -------------------------------------------------------------------
 
     def _on_free(self, record: PageFree) -> None:
         self._shadow.note_free(record.access, self._seq)
 
     def _on_tensor_alloc(self, record: TensorAlloc) -> None:
         """The allocator hands a block out again once the work of marked streams, as of the free, is complete."""
-        self._order.stream(record.stream)
         self._tensors[record.tensor] = _Tensor(record.block, self._seq)
         thread = self._order.thread(record.thread)
         for snapshot in (*self._returned.pop(record.block, ()), *self._strays):
@@ -687,7 +689,7 @@ class Analyzer:
 
 
 def _ignore(record: Record) -> None:
-    """Records that change no order and no page (ownership and lifetime rules use them)."""
+    """A record that neither orders nor touches anything; ``stalls`` compares collectives."""
 
 
 def _what(record: Kernel | Memcpy) -> str:

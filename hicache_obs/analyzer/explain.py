@@ -90,7 +90,9 @@ def _proof(finding: Finding) -> str:
     if finding.verdict is Verdict.CONTRADICTION:
         return "an edge orders them, yet the times say otherwise: a fence is not where we think, or a clock lies"
     text = f"nothing makes '{edge.waiter}' wait for '{edge.on}' up to op {edge.after} before op {edge.before}"
-    if finding.cause is Cause.WRONG_STREAM:
+    if finding.cause is Cause.WRONG_STREAM and finding.later.stream is None:
+        text += f"; the host did synchronise, with '{finding.wrong_waiter}', which ran none of it"
+    elif finding.cause is Cause.WRONG_STREAM:
         text += f"; a fence that covers op {edge.after} was put on '{finding.wrong_waiter}', "
         text += f"but op {edge.before} ran on '{edge.waiter}'"
     elif finding.cause is Cause.EARLY_EVENT:
@@ -127,6 +129,8 @@ def _fix(finding: Finding) -> str:
     edge = finding.missing_edge
     if finding.verdict is Verdict.CONTRADICTION:
         return "check the stream of both operations and the clock error before trusting either"
+    if finding.later.stream is None:
+        return f"before op {edge.before}: synchronise with an event recorded on '{edge.on}' after op {edge.after}"
     if finding.cause is Cause.WRONG_STREAM:
         return f"put the fence on '{edge.waiter}', the stream that runs op {edge.before}"
     wait = f"{edge.waiter}.wait_stream({edge.on})"

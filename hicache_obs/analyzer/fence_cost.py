@@ -59,7 +59,10 @@ class _Mark:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One load-back or write-back: its copies, and the waits in front of the first."""
+    """One load-back or write-back: its copies, and the waits in front of the first.
+
+    ``whole`` is the layer count of its pool, 0 if never declared; ``layers`` counts those copied.
+    """
 
     kind: TransferKind
     number: int
@@ -69,6 +72,7 @@ class _Transfer:
     pages: int = 0
     untimed: int = 0
     layers: int = 0
+    whole: int = 0
 
     @property
     def fences(self) -> list[_Wait]:
@@ -125,14 +129,14 @@ class FenceMeter:
         device = [access for access in record.accesses if access.space is Space.DEVICE]
         if transfer is None:
             transfer = self._transfers[key] = _Transfer(key[0], record.group, waits)
+            transfer.whole = self._pool_layers.get(device[0].pool if device else 0, 0)
             transfer.pages = sum(len(access.ids) for access in device)
             while len(self._transfers) > MAX_OPEN:
                 self._drop(next(iter(self._transfers)))
         transfer.copies.append(operation)
         transfer.size_bytes += record.size_bytes
         transfer.untimed += 1
-        whole = self._pool_layers.get(device[0].pool if device else 0, 0)
-        transfer.layers += min(record.layers[1], whole) - record.layers[0] if whole else 0
+        transfer.layers += min(record.layers[1], transfer.whole) - record.layers[0] if transfer.whole else 0
         self._of_copy[record.op] = transfer
 
     def on_times(self, record: Times) -> None:
@@ -147,8 +151,7 @@ class FenceMeter:
         if transfer is None:
             return
         transfer.untimed -= 1
-        whole = self._pool_layers.get(0, 0)
-        if not transfer.untimed and whole and transfer.layers >= whole:
+        if not transfer.untimed and transfer.whole and transfer.layers >= transfer.whole:
             self._complete(transfer)
 
     def finish(self) -> None:

@@ -63,6 +63,17 @@ def test_expected_races(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == {"findings": 1, "clean": 0, "nothing-checked": 3}[report["outcome"]]
 
 
+def test_a_synchronize_with_an_idle_stream_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """The thread waited, with the wrong stream: the text says so and does not speak of a fence."""
+    (path,) = (case for case in CASES if case.stem.startswith("27-"))
+    main(["check", str(path)])
+    out = capsys.readouterr().out
+
+    assert "the host did synchronise, with 'saver_stream', which ran none of it" in out
+    assert "synchronise with an event recorded on 'model' after op 1" in out
+    assert "wait_stream" not in out
+
+
 @every_case
 def test_expected_stalls(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each stall with its place, waiter and remedy, blocked long enough; on an exhaustive file nothing else."""

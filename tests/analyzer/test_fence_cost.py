@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import FenceCost, TransferKind
 from hicache_obs.findings import Hazard
-from hicache_obs.records import Define, DefineSpace, EventWait, Memcpy, OpId, Purpose, ThreadId, Times
+from hicache_obs.records import (
+    Define,
+    DefineSpace,
+    EventWait,
+    Memcpy,
+    Mode,
+    OpId,
+    Purpose,
+    StreamId,
+    ThreadId,
+    Times,
+    device,
+)
 from hicache_obs.testing import History, RecordingSink
 
 
@@ -153,3 +166,17 @@ def test_layer_waits_are_counted_apart() -> None:
 
 def _with_group(r: Memcpy, group: int) -> Memcpy:
     return Memcpy(r.op, r.thread, r.host_ns, r.stream, r.site, group, r.size_bytes, r.layers, r.accesses, r.direction)
+
+
+def test_a_transfer_is_as_deep_as_its_own_pool() -> None:
+    """Pool 0 has one layer, pool 1 two: a transfer of pool 1 is not over after its first copy."""
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    define = {pool: Define(OpId(-1), ThreadId(0), 0, DefineSpace.POOL, pool, f"p{pool}", pool + 1) for pool in (0, 1)}
+    analyzer.feed(define.values())
+    for layer, done in ((0, 0), (1, 1)):
+        accesses = (device(Mode.WRITE, np.array([5], np.int64), pool=1),)
+        copy = Memcpy(OpId(layer), ThreadId(0), 0, StreamId(0), 0, 7, 0, (layer, layer + 1), accesses)
+        analyzer.feed([copy, Times(OpId(layer), ThreadId(0), 0, 100 + layer, 101 + layer)])
+
+        assert len(sink.transfers) == done
