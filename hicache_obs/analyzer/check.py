@@ -14,23 +14,17 @@ from typing import Any, Final
 
 import numpy as np
 
+from hicache_obs.analyzer.causes import Causes
 from hicache_obs.analyzer.fence_cost import FenceMeter
+from hicache_obs.analyzer.hazards import CHECKED, IO_ROLE, Hazards, role
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
-from hicache_obs.analyzer.shadow import Conflict, Group, Label, Lookup, Operation, Overlap, Shadow
+from hicache_obs.analyzer.shadow import Conflict, Group, Label, Lookup, Operation, Shadow
 from hicache_obs.analyzer.taint import Taint
+from hicache_obs.analyzer.verdicts import Pair, Verdicts
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.findings import (
-    AccessInfo,
     BlastRadius,
-    Cause,
-    Edge,
-    Finding,
-    Hazard,
     Proof,
-    Shared,
-    Timing,
-    fingerprint,
-    judge,
 )
 from hicache_obs.records import (
     IN_ORDER,
@@ -38,7 +32,6 @@ from hicache_obs.records import (
     Collective,
     Define,
     DefineSpace,
-    Direction,
     DropReason,
     EventQuery,
     EventRecord,
@@ -50,7 +43,6 @@ from hicache_obs.records import (
     HostSync,
     IoBegin,
     IoEnd,
-    IoKind,
     Kernel,
     Lost,
     Memcpy,
@@ -58,7 +50,6 @@ from hicache_obs.records import (
     OpId,
     PageAlloc,
     PageFree,
-    Purpose,
     Record,
     RecordStream,
     Relocate,
@@ -77,32 +68,6 @@ from hicache_obs.trace import Names
 PRUNE_EVERY: Final = 512
 _DOUBTFUL_SEQ: Final = -1
 """Sequence of a snapshot that is older than any loss: what follows it is never a proven edge."""
-RECENT_WAITS: Final = 256
-MAX_PENDING: Final = 65536
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wait:
-    """A wait seen recently; explains why a pair is not ordered."""
-
-    waiter: Actor
-    stream: StreamId
-    snapshot: Snapshot | None
-    purpose: Purpose
-    seq: int
-    epoch: int
-    """The waiter's epoch at the wait: a later epoch means the waiter has run something since."""
-
-
-@dataclass(slots=True, eq=False)
-class _Pair:
-    """An unordered pair that waits for device times."""
-
-    conflict: Conflict
-    later: Operation
-    proof: Proof
-    cause: Cause
-    wrong_waiter: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -156,9 +121,11 @@ class Analyzer:
         self._shadow = Shadow()
         self._taint = Taint()
         self._names = Names()
-        self._meter = FenceMeter(sink, self._conflict_hazard)
-        self._waits: deque[_Wait] = deque(maxlen=RECENT_WAITS)
-        self._live: dict[OpId, list[Operation]] = {}
+        self._hazards = Hazards(self._shadow)
+        self._causes = Causes(self._order, self._shadow, self._hazards)
+        self._verdicts = Verdicts(sink, self._names, self._shadow, self._hazards, self._taint)
+        self._live = self._verdicts.live
+        self._meter = FenceMeter(sink, self._hazards.between)
         self._graphs: dict[int, Snapshot] = {}
         self._replay: _Replay | None = None
         self._channels: dict[int, deque[Snapshot]] = {}
@@ -169,8 +136,6 @@ class Analyzer:
         # After a loss: newest post per channel and thread, and what any block may have waited for.
         self._posts: dict[tuple[int, Actor], Snapshot] = {}
         self._strays: list[Snapshot] = []
-        self._pending: dict[OpId, list[_Pair]] = {}
-        self._raced: set[tuple[Space, int, int]] = set()
         self._seq = 0
         self.totals = Totals()
         self._handlers: dict[type[Record], Callable[[Any], None]] = {
@@ -227,18 +192,14 @@ class Analyzer:
             count += 1
             if self._seq % PRUNE_EVERY == 0:
                 self._shadow.prune(self._order.floor())
-                self._bound()
+                self._verdicts.bound()
         self.totals.records += count
         self._sink.on_records(count)
         return count
 
     def finish(self) -> None:
         """Report pairs, fences and transfers whose device times never came."""
-        for pairs in list(self._pending.values()):
-            for pair in pairs:
-                self._settle(pair)
-        self._pending.clear()
-        self._live.clear()
+        self._verdicts.finish()
         self._meter.finish()
 
     # -- operations ------------------------------------------------------------------------------------------
@@ -246,7 +207,7 @@ class Analyzer:
     def _on_work(self, record: Kernel | Memcpy) -> None:
         stream = self._order.stream(record.stream)
         self._order.issue(stream, self._order.thread(record.thread))
-        label = Label(_what(record), record.site, record.stream, record.group, record.thread)
+        label = Label(role(record), record.site, record.stream, record.group, record.thread)
         operation = self._enter(record, stream, label)
         self._live[record.op] = [operation]
         self._meter.on_operation(stream, operation, record)
@@ -254,7 +215,7 @@ class Analyzer:
     def _on_host_access(self, record: HostAccess) -> None:
         label = Label("host", record.site, None, 0, record.thread)
         operation = self._enter(record, self._order.thread(record.thread), label)
-        self._settle_all(operation.op)  # a host access has no device times to wait for
+        self._verdicts.settle(operation.op)  # a host access has no device times to wait for
 
     def _on_relocate(self, record: Relocate) -> None:
         stream = self._order.stream(record.stream)
@@ -319,8 +280,8 @@ class Analyzer:
         self._ios[record.io] = slot
         actor = order.io(slot)
         order.follow(actor, thread)
-        self._settle_all(
-            self._enter(record, actor, Label(_IO[record.kind], record.site, None, record.io, record.thread)).op
+        self._verdicts.settle(
+            self._enter(record, actor, Label(IO_ROLE[record.kind], record.site, None, record.io, record.thread)).op
         )
 
     def _io_slot(self, thread: Actor) -> int:
@@ -370,7 +331,7 @@ class Analyzer:
         access = lookup.access
         pages = len(access.ids)
         self.totals.lookups += lookup.pairs
-        for hazard in _CHECKED[what, access.space, access.mode]:
+        for hazard in CHECKED[what, access.space, access.mode]:
             self._sink.on_checked(hazard, pages, lookup.pairs)
         if what == "restore" and access.space is Space.DEVICE:
             self.totals.pages_checked += pages
@@ -382,90 +343,15 @@ class Analyzer:
             return  # two entries of one graph replay: the graph's own business
         proof = self._order.proof(actor, earlier.group.actor, earlier.epoch)
         if proof is Proof.POLLED:
-            self._sink.on_weak_ordering(self._hazard(conflict.overlaps, earlier, later), proof.value)
+            self._sink.on_weak_ordering(self._hazards.of(conflict.overlaps, earlier, later), proof.value)
         if proof in (Proof.ORDERED, Proof.POLLED):
             return
         if proof is Proof.NONE and earlier.seq < self._order.lost_at:
             proof = Proof.UNKNOWN
         later.unordered += (earlier.op,)
         self._taint.race(earlier, later, conflict.overlaps)
-        cause, waiter = self._cause(conflict, later, actor, proof)
-        self._pending.setdefault(later.op, []).append(_Pair(conflict, later, proof, cause, waiter))
-
-    def _cause(self, conflict: Conflict, later: Operation, actor: Actor, proof: Proof) -> tuple[Cause, str | None]:
-        """Why nothing orders the pair: what was done to its pages, and the waits issued between the two."""
-        earlier = conflict.earlier
-        if proof is Proof.UNKNOWN:
-            return Cause.RECORDS_LOST, None
-        if self._moved(conflict.overlaps, earlier, later):
-            return Cause.STALE_ADDRESS, None
-        if later.label.what == "graph" and earlier.label.what == "restore":
-            return Cause.GRAPH_SKIPS_WAIT, None
-        freed = any(self._shadow.freed_since(overlap, earlier.seq) for overlap in conflict.overlaps)
-        if freed and max(conflict.overlaps, key=_severity).space is Space.BUFFER:
-            return Cause.NO_RECORD_STREAM, None
-        if freed and earlier.label.what in _TRANSFERS:
-            return Cause.EARLY_FREE, None
-        return self._useless_wait(earlier, later, actor)
-
-    def _useless_wait(self, earlier: Operation, later: Operation, actor: Actor) -> tuple[Cause, str | None]:
-        """The wait between the two that was meant to order them, and the stream it concerns; newest first.
-
-        For an access in no stream the wait is its thread's own: a synchronize with a stream that ran none of it.
-        """
-        before = earlier.group.actor
-        thread = self._order.thread(later.label.thread) if later.label.stream is None else None
-        cause = Cause.MISSING_FENCE
-        for wait in reversed(self._waits):
-            if wait.seq < earlier.seq:
-                break
-            if wait.snapshot is None:
-                if wait.waiter == actor:
-                    cause = Cause.EVENT_UNRECORDED
-                continue
-            clock = wait.snapshot.levels[0]
-            covers = before < len(clock) and clock[before] >= earlier.epoch
-            idle = not covers and wait.waiter == thread and wait.snapshot.actor != before
-            elsewhere = covers and wait.waiter != actor and self._nothing_since(wait)
-            if idle or elsewhere:
-                return Cause.WRONG_STREAM, self._names.stream(wait.stream)
-            if wait.waiter == actor and not covers and wait.snapshot.actor == before:
-                cause = Cause.EARLY_EVENT
-        return cause, None
-
-    def _nothing_since(self, wait: _Wait) -> bool:
-        """Whether the waiting stream has run nothing since: a fence that protects no work."""
-        return wait.epoch == self._order.clock(wait.waiter)[wait.waiter]
-
-    def _moved(self, overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation) -> bool:
-        """Whether a relocation is one of the two, or moved a shared page away in between."""
-        kinds = (earlier.label.what, later.label.what)
-        return "relocate" in kinds or any(self._shadow.moved_since(o, earlier.seq) for o in overlaps)
-
-    def _hazard(self, overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation) -> Hazard:
-        """Name of the conflict, by what the two operations are and what they share."""
-        main = max(overlaps, key=_severity)
-        kinds = (earlier.label.what, later.label.what)
-        if self._moved(overlaps, earlier, later):
-            return Hazard.RELOCATION
-        if "graph" in kinds:
-            return Hazard.GRAPH
-        if "rdma" in kinds:
-            return Hazard.RDMA
-        if main.space is Space.HOST:
-            return Hazard.STORAGE_PREFETCH if "storage" in kinds else Hazard.HOST_REUSE
-        if main.space is Space.BUFFER:
-            if self._shadow.freed_since(main, earlier.seq):
-                return Hazard.LIFETIME
-            return Hazard.HOST_REUSE if "host" in kinds and "restore" in kinds else Hazard.METADATA_WAR
-        first, second = (_ROLE.get(kind, kind) for kind in kinds)
-        return _DEVICE_HAZARDS.get((first, main.earlier, second, main.later), Hazard.OTHER)
-
-    def _conflict_hazard(self, earlier: Operation, later: Operation) -> Hazard | None:
-        """Hazard a fence between the two prevents, ``None`` if they share no device page."""
-        shared = self._shadow.shared(later.group, earlier.group)
-        overlaps = tuple(overlap for overlap in shared if overlap.space is Space.DEVICE)
-        return self._hazard(overlaps, earlier, later) if overlaps else None
+        cause, stream = self._causes.of(conflict, later, actor, proof)
+        self._verdicts.expect(Pair(conflict, later, proof, cause, stream))
 
     # -- order -----------------------------------------------------------------------------------------------
 
@@ -477,20 +363,20 @@ class Analyzer:
 
     def _on_event_wait(self, record: EventWait) -> None:
         snapshot = self._order.current(record.event)
-        self._wait(record, self._order.stream(record.stream), snapshot, record.purpose)
+        self._wait(record, record.stream, snapshot)
 
     def _on_wait_stream(self, record: WaitStream) -> None:
         order = self._order
         on = order.stream(record.on)
         order.issue(on, order.thread(record.thread))
         snapshot = order.snapshot(on, self._seq, self._meter.mark(on, record.host_ns))
-        self._wait(record, order.stream(record.waiter), snapshot, record.purpose)
+        self._wait(record, record.waiter, snapshot)
 
-    def _wait(self, record: EventWait | WaitStream, stream: Actor, snapshot: Snapshot | None, purpose: Purpose) -> None:
+    def _wait(self, record: EventWait | WaitStream, waiter: StreamId, snapshot: Snapshot | None) -> None:
         order = self._order
+        stream = order.stream(waiter)
         order.issue(stream, order.thread(record.thread))
-        handle = record.stream if isinstance(record, EventWait) else record.waiter
-        self._waits.append(_Wait(stream, handle, snapshot, purpose, self._seq, order.clock(stream)[stream]))
+        self._causes.note_wait(stream, waiter, snapshot, self._seq)
         if snapshot is not None:
             order.join(stream, snapshot)
         self._meter.on_wait(stream, record, snapshot)
@@ -513,8 +399,7 @@ class Analyzer:
             return
         stream = order.stream(record.stream)
         order.follow(thread, stream)
-        epoch = order.clock(thread)[thread]
-        self._waits.append(_Wait(thread, record.stream, order.note(stream, self._seq), Purpose.PLAIN, self._seq, epoch))
+        self._causes.note_wait(thread, record.stream, order.note(stream, self._seq), self._seq)
 
     def _on_post(self, record: ThreadPost) -> None:
         order = self._order
@@ -565,21 +450,12 @@ class Analyzer:
 
     def _on_alloc(self, record: PageAlloc) -> None:
         self._taint.allocate(record.access)
-        if self._raced:  # a new owner: the page is armed again
-            access = record.access
-            self._raced.difference_update((access.space, access.pool, page) for page in access.ids.tolist())
+        self._verdicts.rearm(record.access)
 
     def _on_times(self, record: Times) -> None:
-        operations = self._live.pop(record.op, ())
-        for operation in operations:
-            operation.start_ns = record.start_ns
-            operation.end_ns = record.end_ns
-            operation.error_ns = record.error_ns
+        self._verdicts.on_times(record)
         self._meter.on_times(record)  # it looks at the operation's times
-        if operations:
-            self._settle_all(record.op)
-        for operation in operations:
-            self._check_measured(operation)
+        self._verdicts.judge_timed(record.op)
 
     def _on_lost(self, record: Lost) -> None:
         self._close_replay()
@@ -599,127 +475,9 @@ class Analyzer:
         elif record.space is DefineSpace.POOL:
             self._meter.declare_pool(record.id, record.value)
 
-    # -- verdicts --------------------------------------------------------------------------------------------
-
-    def _settle_all(self, op: OpId) -> None:
-        for pair in self._pending.pop(op, ()):
-            self._settle(pair)
-
-    def _check_measured(self, later: Operation) -> None:
-        """A pair that is proven ordered must also have been kept; if not, a fence or a clock lies."""
-        for group in later.group.prior:
-            for earlier in group.overlapping(later.layers, 0):
-                if earlier.seq > later.seq or earlier.op in later.unordered:
-                    continue
-                if group.actor != later.group.actor and _timing(earlier, later) is Timing.BROKEN:
-                    conflict = Conflict(earlier, self._shadow.shared(later.group, group))
-                    self._taint.race(earlier, later, conflict.overlaps)
-                    self._report(_Pair(conflict, later, Proof.ORDERED, Cause.CLOCK_OR_FENCE, None), Timing.BROKEN)
-
-    def _settle(self, pair: _Pair) -> None:
-        self._report(pair, _timing(pair.conflict.earlier, pair.later))
-
-    def _report(self, pair: _Pair, timing: Timing) -> None:
-        earlier, later, overlaps = pair.conflict.earlier, pair.later, pair.conflict.overlaps
-        main = max(overlaps, key=_severity)
-        shared = _by_pool(overlaps)
-        pages = shared.pop((main.space, main.pool))
-        cells = {(main.space, main.pool, page) for page in pages}
-        secondary = not self._raced.isdisjoint(cells)
-        self._raced |= cells
-        hazard = self._hazard(overlaps, earlier, later)
-        first, second = self._access(earlier, main.earlier), self._access(later, main.later)
-        on, waiter = self._actor_name(earlier), self._actor_name(later)
-        name = fingerprint(hazard, first.site, second.site, on, waiter, self._names.engine)
-        self._taint.name(name, (earlier.op, later.op))
-        self._sink.on_finding(
-            Finding(
-                hazard=hazard,
-                verdict=judge(pair.proof, timing),
-                proof=pair.proof,
-                timing=timing,
-                cause=pair.cause,
-                earlier=first,
-                later=second,
-                space=main.space.name.lower(),
-                pool=main.pool,
-                pages=pages,
-                layers=(
-                    max(earlier.layers[0], later.layers[0]),
-                    min(earlier.layers[1], later.layers[1]),
-                ),
-                missing_edge=Edge(on, earlier.op, waiter, later.op),
-                wrong_waiter=pair.wrong_waiter,
-                coarse="forward" in (first.what, second.what),
-                fingerprint=name,
-                secondary=secondary,
-                also=tuple(Shared(space.name.lower(), pool, ids) for (space, pool), ids in shared.items()),
-            )
-        )
-
-    def _access(self, operation: Operation, mode: Mode) -> AccessInfo:
-        label = operation.label
-        return AccessInfo(
-            op=operation.op,
-            what=label.what,
-            mode=mode.name.lower(),
-            site=self._names.site(label.site),
-            stream=None if label.stream is None else self._names.stream(label.stream),
-            stream_id=label.stream,
-            group=label.number,
-            layers=operation.layers,
-            thread=label.thread,
-            issued_ns=operation.issued_ns,
-            start_ns=operation.start_ns,
-            end_ns=operation.end_ns,
-        )
-
-    def _actor_name(self, operation: Operation) -> str:
-        label = operation.label
-        if label.stream is None:
-            return self._names.thread(label.thread)
-        return self._names.stream(label.stream)
-
-    def _bound(self) -> None:
-        """Give operations whose times are overdue their untimed verdict, so that tables stay bounded."""
-        while len(self._live) > MAX_PENDING:
-            op = next(iter(self._live))
-            del self._live[op]
-            self._settle_all(op)
-
 
 def _ignore(record: Record) -> None:
     """A record that neither orders nor touches anything; ``stalls`` compares collectives."""
-
-
-def _what(record: Kernel | Memcpy) -> str:
-    if isinstance(record, Kernel):
-        pages = any(access.space is Space.DEVICE for access in record.accesses)
-        return "forward" if pages else "kernel"
-    if record.direction is Direction.HOST_TO_DEVICE:
-        return "restore"
-    return "backup" if record.direction is Direction.DEVICE_TO_HOST else "copy"
-
-
-def _timing(earlier: Operation, later: Operation) -> Timing:
-    if earlier.end_ns is None or later.start_ns is None:
-        return Timing.UNTIMED
-    tolerance = earlier.error_ns + later.error_ns
-    return Timing.BROKEN if later.start_ns < earlier.end_ns - tolerance else Timing.KEPT
-
-
-def _by_pool(overlaps: tuple[Overlap, ...]) -> dict[tuple[Space, int], tuple[int, ...]]:
-    """Shared ids of each space and pool, ascending."""
-    found: dict[tuple[Space, int], set[int]] = {}
-    for overlap in overlaps:
-        found.setdefault((overlap.space, overlap.pool), set()).update(overlap.pages.tolist())
-    return {key: tuple(sorted(ids)) for key, ids in found.items()}
-
-
-def _severity(overlap: Overlap) -> tuple[bool, bool, bool]:
-    """Both write, then read-after-write, then write-after-read; device pages before the rest."""
-    both = overlap.earlier is Mode.WRITE and overlap.later is Mode.WRITE
-    return overlap.space is Space.DEVICE, both, overlap.earlier is Mode.WRITE
 
 
 def _predecessors(record: GraphNode) -> Iterable[int]:
@@ -727,43 +485,3 @@ def _predecessors(record: GraphNode) -> Iterable[int]:
     if record.after == IN_ORDER:
         return (record.index - 1,) if record.index else ()
     return (index for index in range(record.index) if record.after >> index & 1)
-
-
-_IO: Final = {
-    IoKind.STORAGE_READ: "storage",
-    IoKind.STORAGE_WRITE: "storage",
-    IoKind.DEVICE_READ: "device read",
-    IoKind.RDMA_WRITE: "rdma",
-}
-_ROLE: Final = {"copy": "forward", "device read": "backup"}
-"""What an operation counts as when it touches device pages."""
-_TRANSFERS: Final = ("restore", "backup", "storage", "device read", "rdma")
-"""Operations whose pages their owner must not give away before it knows them to be over."""
-
-_DEVICE_HAZARDS: Final = {
-    ("forward", Mode.WRITE, "restore", Mode.WRITE): Hazard.WAW_FORWARD_RESTORE,
-    ("restore", Mode.WRITE, "forward", Mode.WRITE): Hazard.WAW_FORWARD_RESTORE,
-    ("forward", Mode.READ, "restore", Mode.WRITE): Hazard.WAR_FORWARD_RESTORE,
-    ("restore", Mode.WRITE, "forward", Mode.READ): Hazard.RAW_RESTORE_FORWARD,
-    ("forward", Mode.WRITE, "backup", Mode.READ): Hazard.RAW_FORWARD_BACKUP,
-    ("backup", Mode.READ, "forward", Mode.WRITE): Hazard.WAR_BACKUP_FORWARD,
-}
-
-
-def _checked_hazards(what: str, space: Space, mode: Mode) -> tuple[Hazard, ...]:
-    if space is Space.HOST:
-        return (Hazard.HOST_REUSE,)
-    if space is Space.BUFFER:
-        return (Hazard.METADATA_WAR,)
-    role = (_ROLE.get(what, what), mode)
-    found = {h for (_, _, later, later_mode), h in _DEVICE_HAZARDS.items() if (later, later_mode) == role}
-    return tuple(sorted(found))
-
-
-_CHECKED: Final = {
-    (what, space, mode): _checked_hazards(what, space, mode)
-    for what in ("forward", "restore", "backup", "copy", "kernel", "host", "graph", "relocate", *_IO.values())
-    for space in Space
-    for mode in Mode
-}
-"""Hazards for which a look-up of such an access counts as a check."""

@@ -1,0 +1,193 @@
+"""Verdicts of conflicting pairs: proof and measured order meet here and become findings.
+
+A pair waits for the device times of its later operation; pairs that are proven ordered are compared with the times
+as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hicache_obs.analyzer.hazards import Hazards, principal
+from hicache_obs.analyzer.shadow import Conflict, Operation, Overlap, Shadow
+from hicache_obs.analyzer.taint import Taint
+from hicache_obs.costs import AnalysisSink
+from hicache_obs.findings import (
+    AccessInfo,
+    Cause,
+    Edge,
+    Finding,
+    Proof,
+    Shared,
+    Timing,
+    fingerprint,
+    judge,
+)
+from hicache_obs.records import Access, Mode, OpId, Space, StreamId, Times
+from hicache_obs.trace import Names
+
+MAX_PENDING: Final = 65536
+
+
+@dataclass(slots=True, eq=False)
+class Pair:
+    """A pair of operations to be judged.
+
+    Attributes:
+        conflict: The earlier operation and what both touch.
+        later: The later operation.
+        proof, cause: As in ``Finding``.
+        wrong_stream: For ``Cause.WRONG_STREAM``: the stream that waits, or was waited for, instead.
+    """
+
+    conflict: Conflict
+    later: Operation
+    proof: Proof
+    cause: Cause
+    wrong_stream: StreamId | None = None
+
+
+class Verdicts:
+    """Judges pairs once their times are known, and reports them. Fed by the analyzer in trace order."""
+
+    def __init__(self, sink: AnalysisSink, names: Names, shadow: Shadow, hazards: Hazards, taint: Taint) -> None:
+        self._sink = sink
+        self._names = names
+        self._shadow = shadow
+        self._hazards = hazards
+        self._taint = taint
+        self.live: dict[OpId, list[Operation]] = {}
+        """Operations whose device times may come; the analyzer adds to it."""
+        self._pending: dict[OpId, list[Pair]] = {}
+        self._raced: set[tuple[Space, int, int]] = set()
+
+    def expect(self, pair: Pair) -> None:
+        """Judge ``pair`` once the times of its later operation are known, or ``settle`` says they will not come."""
+        self._pending.setdefault(pair.later.op, []).append(pair)
+
+    def settle(self, op: OpId) -> None:
+        """Report the pairs that wait for ``op``, with the times known now."""
+        for pair in self._pending.pop(op, ()):
+            self._report(pair, _timing(pair.conflict.earlier, pair.later))
+
+    def on_times(self, record: Times) -> None:
+        """Note an operation's times."""
+        for operation in self.live.get(record.op, ()):
+            operation.start_ns = record.start_ns
+            operation.end_ns = record.end_ns
+            operation.error_ns = record.error_ns
+
+    def judge_timed(self, op: OpId) -> None:
+        """The times of ``op`` are known: judge its pairs, those that are proven ordered too."""
+        operations = self.live.pop(op, None)
+        if operations is None:
+            return
+        self.settle(op)
+        for operation in operations:
+            self._check_measured(operation)
+
+    def rearm(self, access: Access) -> None:
+        """Pages got a new owner: their next race is not secondary to earlier ones."""
+        if self._raced:
+            self._raced.difference_update((access.space, access.pool, page) for page in access.ids.tolist())
+
+    def bound(self) -> None:
+        """Give operations whose times are overdue their untimed verdict, so that tables stay bounded."""
+        while len(self.live) > MAX_PENDING:
+            op = next(iter(self.live))
+            del self.live[op]
+            self.settle(op)
+
+    def finish(self) -> None:
+        """Report pairs whose device times never came."""
+        for op in list(self._pending):
+            self.settle(op)
+        self.live.clear()
+
+    def _check_measured(self, later: Operation) -> None:
+        """A pair that is proven ordered must also have been kept; if not, a fence or a clock lies."""
+        for group in later.group.prior:
+            for earlier in group.overlapping(later.layers, 0):
+                if earlier.seq > later.seq or earlier.op in later.unordered:
+                    continue
+                if group.actor != later.group.actor and _timing(earlier, later) is Timing.BROKEN:
+                    conflict = Conflict(earlier, self._shadow.shared(later.group, group))
+                    self._taint.race(earlier, later, conflict.overlaps)
+                    self._report(Pair(conflict, later, Proof.ORDERED, Cause.CLOCK_OR_FENCE), Timing.BROKEN)
+
+    def _report(self, pair: Pair, timing: Timing) -> None:
+        earlier, later, overlaps = pair.conflict.earlier, pair.later, pair.conflict.overlaps
+        main = principal(overlaps)
+        shared = _by_pool(overlaps)
+        pages = shared.pop((main.space, main.pool))
+        cells = {(main.space, main.pool, page) for page in pages}
+        secondary = not self._raced.isdisjoint(cells)
+        self._raced |= cells
+        hazard = self._hazards.of(overlaps, earlier, later)
+        first, second = self._access(earlier, main.earlier), self._access(later, main.later)
+        on, waiter = self._actor_name(earlier), self._actor_name(later)
+        name = fingerprint(hazard, first.site, second.site, on, waiter, self._names.engine)
+        self._taint.name(name, (earlier.op, later.op))
+        self._sink.on_finding(
+            Finding(
+                hazard=hazard,
+                verdict=judge(pair.proof, timing),
+                proof=pair.proof,
+                timing=timing,
+                cause=pair.cause,
+                earlier=first,
+                later=second,
+                space=main.space.name.lower(),
+                pool=main.pool,
+                pages=pages,
+                layers=(
+                    max(earlier.layers[0], later.layers[0]),
+                    min(earlier.layers[1], later.layers[1]),
+                ),
+                missing_edge=Edge(on, earlier.op, waiter, later.op),
+                wrong_waiter=None if pair.wrong_stream is None else self._names.stream(pair.wrong_stream),
+                coarse="forward" in (first.what, second.what),
+                fingerprint=name,
+                secondary=secondary,
+                also=tuple(Shared(space.name.lower(), pool, ids) for (space, pool), ids in shared.items()),
+            )
+        )
+
+    def _access(self, operation: Operation, mode: Mode) -> AccessInfo:
+        label = operation.label
+        return AccessInfo(
+            op=operation.op,
+            what=label.what,
+            mode=mode.name.lower(),
+            site=self._names.site(label.site),
+            stream=None if label.stream is None else self._names.stream(label.stream),
+            stream_id=label.stream,
+            group=label.number,
+            layers=operation.layers,
+            thread=label.thread,
+            issued_ns=operation.issued_ns,
+            start_ns=operation.start_ns,
+            end_ns=operation.end_ns,
+        )
+
+    def _actor_name(self, operation: Operation) -> str:
+        label = operation.label
+        if label.stream is None:
+            return self._names.thread(label.thread)
+        return self._names.stream(label.stream)
+
+
+def _timing(earlier: Operation, later: Operation) -> Timing:
+    if earlier.end_ns is None or later.start_ns is None:
+        return Timing.UNTIMED
+    tolerance = earlier.error_ns + later.error_ns
+    return Timing.BROKEN if later.start_ns < earlier.end_ns - tolerance else Timing.KEPT
+
+
+def _by_pool(overlaps: tuple[Overlap, ...]) -> dict[tuple[Space, int], tuple[int, ...]]:
+    """Shared ids of each space and pool, ascending."""
+    found: dict[tuple[Space, int], set[int]] = {}
+    for overlap in overlaps:
+        found.setdefault((overlap.space, overlap.pool), set()).update(overlap.pages.tolist())
+    return {key: tuple(sorted(ids)) for key, ids in found.items()}
