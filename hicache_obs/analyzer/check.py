@@ -6,16 +6,15 @@ times are known, whether the measured order was kept. Both answers meet in ``fin
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from hicache_obs.analyzer.causes import Causes
 from hicache_obs.analyzer.fence_cost import FenceMeter
+from hicache_obs.analyzer.handover import Blocks, Channels
 from hicache_obs.analyzer.hazards import CHECKED, IO_ROLE, Hazards, role
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.shadow import Conflict, Group, Label, Lookup, Operation, Shadow
@@ -66,8 +65,6 @@ from hicache_obs.records import (
 from hicache_obs.trace import Names
 
 PRUNE_EVERY: Final = 512
-_DOUBTFUL_SEQ: Final = -1
-"""Sequence of a snapshot that is older than any loss: what follows it is never a proven edge."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,15 +75,6 @@ class _Replay:
     stream: Actor
     label: Label
     left: int
-
-
-@dataclass(slots=True, eq=False)
-class _Tensor:
-    """A live tensor: its block, when it was handed out, and the streams marked as using it."""
-
-    block: int
-    seq: int
-    marked: set[Actor] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -128,14 +116,10 @@ class Analyzer:
         self._meter = FenceMeter(sink, self._hazards.between)
         self._graphs: dict[int, Snapshot] = {}
         self._replay: _Replay | None = None
-        self._channels: dict[int, deque[Snapshot]] = {}
+        self._channels = Channels(self._order)
+        self._blocks = Blocks(self._order)
         self._ios: dict[int, int] = {}
         self._io_slots: list[int] = []
-        self._tensors: dict[int, _Tensor] = {}
-        self._returned: dict[int, list[Snapshot]] = {}
-        # After a loss: newest post per channel and thread, and what any block may have waited for.
-        self._posts: dict[tuple[int, Actor], Snapshot] = {}
-        self._strays: list[Snapshot] = []
         self._seq = 0
         self.totals = Totals()
         self._handlers: dict[type[Record], Callable[[Any], None]] = {
@@ -150,7 +134,7 @@ class Analyzer:
             HostSync: self._on_host_sync,
             PageAlloc: self._on_alloc,
             PageFree: self._on_free,
-            RecordStream: self._on_record_stream,
+            RecordStream: self._blocks.mark,
             Times: self._on_times,
             Lost: self._on_lost,
             Define: self._on_define,
@@ -160,7 +144,7 @@ class Analyzer:
             IoBegin: self._on_io_begin,
             IoEnd: self._on_io_end,
             ThreadPost: self._on_post,
-            ThreadRecv: self._on_receive,
+            ThreadRecv: self._channels.receive,
             TensorAlloc: self._on_tensor_alloc,
             TensorFree: self._on_tensor_free,
             Collective: _ignore,
@@ -402,25 +386,7 @@ class Analyzer:
         self._causes.note_wait(thread, record.stream, order.note(stream, self._seq), self._seq)
 
     def _on_post(self, record: ThreadPost) -> None:
-        order = self._order
-        thread = order.thread(record.thread)
-        if order.lost_at < 0:
-            self._channels.setdefault(record.channel, deque()).append(order.note(thread, self._seq))
-        else:
-            self._posts[record.channel, thread] = order.note(thread, _DOUBTFUL_SEQ)
-
-    def _on_receive(self, record: ThreadRecv) -> None:
-        """Follow the matching post. After a loss nobody knows which it is: any of them, perhaps."""
-        order = self._order
-        thread = order.thread(record.thread)
-        if order.lost_at < 0:
-            posts = self._channels.get(record.channel)
-            if posts:
-                order.join(thread, posts.popleft())
-            return
-        for (channel, _), post in self._posts.items():
-            if channel == record.channel:
-                order.join(thread, post)
+        self._channels.post(record, self._seq)
 
     # -- ownership, times, losses, names -------------------------------------------------------------------
 
@@ -428,25 +394,12 @@ class Analyzer:
         self._shadow.note_free(record.access, self._seq)
 
     def _on_tensor_alloc(self, record: TensorAlloc) -> None:
-        """The allocator hands a block out again once the work of marked streams, as of the free, is complete."""
-        self._tensors[record.tensor] = _Tensor(record.block, self._seq)
-        thread = self._order.thread(record.thread)
-        for snapshot in (*self._returned.pop(record.block, ()), *self._strays):
-            self._order.join(thread, snapshot)
-
-    def _on_record_stream(self, record: RecordStream) -> None:
-        tensor = self._tensors.get(record.tensor)
-        if tensor is not None:
-            tensor.marked.add(self._order.stream(record.stream))
+        self._blocks.hand_out(record, self._seq)
 
     def _on_tensor_free(self, record: TensorFree) -> None:
-        tensor = self._tensors.pop(record.tensor, None)
-        if tensor is None or tensor.seq < self._order.lost_at:  # its block or its marks may be among the lost
-            self._strays = self._order.notes(_DOUBTFUL_SEQ)
-        if tensor is not None:
-            self._returned[tensor.block] = [self._order.note(stream, self._seq) for stream in tensor.marked]
-            block = Access(Space.BUFFER, Mode.WRITE, np.array([tensor.block], np.int64))
-            self._shadow.note_free(block, self._seq)
+        block = self._blocks.give_back(record, self._seq)
+        if block is not None:
+            self._shadow.note_free(Access(Space.BUFFER, Mode.WRITE, np.array([block], np.int64)), self._seq)
 
     def _on_alloc(self, record: PageAlloc) -> None:
         self._taint.allocate(record.access)
@@ -461,10 +414,7 @@ class Analyzer:
         self._close_replay()
         if record.reason is not DropReason.UNRESOLVED:  # else only device times are missing: no edge, no access
             self._order.lose(self._seq)
-            for channel, posts in self._channels.items():
-                for post in posts:
-                    self._posts[channel, post.actor] = dataclasses.replace(post, seq=_DOUBTFUL_SEQ)
-            self._channels.clear()
+            self._channels.lose()
         self.totals.lost += record.count
         self._sink.on_lost(record.count, record.reason)
 
