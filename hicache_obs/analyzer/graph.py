@@ -2,19 +2,21 @@
 
 An *item* is an operation, a marker (record, wait, launch of a graph), a host access, a transfer in no stream, or a
 point at which a host thread learned something. An edge means "complete before the other begins". The rules are those
-of ``order``, spelled out as a graph: slower and larger than clocks, but it can say *what* an access needs.
+of ``order``, spelled out as a graph: slower and larger than clocks, but it can say *what* an access needs. ``witness``
+takes schedules from it, ``plan`` times; for the latter every host call is an item too.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache_obs.records import (
     IN_ORDER,
     Access,
+    Collective,
     Define,
     EventId,
     EventQuery,
@@ -44,6 +46,17 @@ from hicache_obs.records import (
 )
 from hicache_obs.trace import Names
 
+CALL: Final = "is called"
+"""Verb of a host call, an item only of a graph with calls."""
+RUN: Final = "runs"
+"""Verb of work, the only items that touch memory."""
+WAIT: Final = "is passed"
+"""Verb of a wait on a stream."""
+LAUNCH: Final = "is launched"
+"""Verb of the beginning of a graph replay with entries."""
+OVER: Final = "is over"
+"""Verb of its end."""
+
 Lane = tuple[str, int, int]
 """Where an item runs: items of one lane run one after the other."""
 _NOTHING: Final = (0, 0)
@@ -55,33 +68,62 @@ class Item:
 
     Attributes:
         index: Position in the graph; predecessors have lower ones.
+        position: Position of its record in the trace.
         op: Operation id of its record.
         step: Operation id of its step: the replay's for an entry of a graph, otherwise ``op``.
         lane: Stream, host thread, entry of a graph, or transfer that runs it.
         actor: Name of that.
         verb: What it does, in the table: ``runs`` for work, ``is recorded``, ``is passed`` ... for a marker.
-        before: Items that must be complete before it begins, ascending; not all, but with theirs.
+        follows: Items that must be complete before it begins because of where it runs and who called, ascending.
+        awaits: Items that it waits for besides, or learns to be complete, ascending.
         layers: Half-open layer range of ``accesses``.
         accesses: What it touches; empty for a marker.
     """
 
     index: int
+    position: int
     op: OpId
     step: OpId
     lane: Lane
     actor: str
     verb: str
-    before: tuple[int, ...]
+    follows: tuple[int, ...]
+    awaits: tuple[int, ...]
     layers: tuple[int, int]
     accesses: tuple[Access, ...]
 
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Items that must be complete before it begins, ascending; not all, but with theirs."""
+        return tuple(sorted({*self.follows, *self.awaits})) if self.awaits else self.follows
+
+
+@dataclass(slots=True, eq=False)
+class _Replay:
+    """A replay whose entries are being read."""
+
+    record: GraphReplay
+    position: int
+    start: int
+    entries: list[int]
+
 
 class Graph:
-    """All items of ``records`` in issue order. A true query counts as an edge, as in the trace it was one."""
+    """All items of ``records`` in issue order. A true query counts as an edge, as in the trace it was one.
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    Args:
+        records: A finite trace.
+        kinds: Kinds of streams that ``records`` do not define.
+        calls: Whether each host call is an item too, and what the thread does next follows it.
+    """
+
+    def __init__(
+        self, records: Iterable[Record], *, kinds: Mapping[StreamId, StreamKind] | None = None, calls: bool = False
+    ) -> None:
         self.items: list[Item] = []
-        self._names = Names()
+        self._names = Names(stream_kinds=dict(kinds or {}))
+        self._calls = calls
+        self._position = 0
         self._tail: dict[StreamId, int] = {}
         self._host: dict[ThreadId, int] = {}
         self._events: dict[EventId, int] = {}
@@ -90,10 +132,11 @@ class Graph:
         self._channels: dict[int, deque[int | None]] = defaultdict(deque)
         self._tensors: dict[int, tuple[int, set[StreamId]]] = {}
         self._returned: dict[int, list[int]] = {}
-        self._replay: tuple[GraphReplay, list[int]] | None = None
-        """A replay whose entries are being read: its launch, then its entries."""
-        for record in records:
+        self._replay: _Replay | None = None
+        for self._position, record in enumerate(records):
             handler = _HANDLERS.get(type(record))
+            if calls and not isinstance(record, Define | GraphNode):
+                self._call(record)
             if handler is not None:
                 handler(self, record)
 
@@ -118,16 +161,19 @@ class Graph:
         lane: Lane,
         actor: str,
         verb: str,
-        before: Iterable[int | None],
+        follows: Iterable[int | None],
+        awaits: Iterable[int | None] = (),
         *,
         step: OpId | None = None,
+        position: int | None = None,
         layers: tuple[int, int] = _NOTHING,
         accesses: tuple[Access, ...] = (),
     ) -> int:
         index = len(self.items)
-        known = tuple(sorted({item for item in before if item is not None}))
+        position = self._position if position is None else position
         step = record.op if step is None else step
-        self.items.append(Item(index, record.op, step, lane, actor, verb, known, layers, accesses))
+        known, awaited = _ascending(follows), _ascending(awaits)
+        self.items.append(Item(index, position, record.op, step, lane, actor, verb, known, awaited, layers, accesses))
         return index
 
     # -- streams ---------------------------------------------------------------------------------------------
@@ -147,28 +193,29 @@ class Graph:
         record: Record,
         stream: StreamId,
         verb: str,
-        *also: int | None,
+        *awaits: int | None,
+        position: int | None = None,
         layers: tuple[int, int] = _NOTHING,
         accesses: tuple[Access, ...] = (),
     ) -> int:
-        before = self._ready(stream, record.thread).union(also)
-        name = self._names.stream(stream)
-        index = self._add(record, ("stream", stream, 0), name, verb, before, layers=layers, accesses=accesses)
+        lane, name = ("stream", stream, 0), self._names.stream(stream)
+        ready = self._ready(stream, record.thread)
+        index = self._add(record, lane, name, verb, ready, awaits, position=position, layers=layers, accesses=accesses)
         self._tail[stream] = index
         return index
 
     def _on_work(self, record: Kernel | Memcpy | Relocate) -> None:
-        self._enqueue(record, record.stream, "runs", layers=record.layers, accesses=record.accesses)
+        self._enqueue(record, record.stream, RUN, layers=record.layers, accesses=record.accesses)
 
     def _on_event_record(self, record: EventRecord) -> None:
         self._events[record.event] = self._enqueue(record, record.stream, "is recorded")
 
     def _on_event_wait(self, record: EventWait) -> None:
-        self._enqueue(record, record.stream, "is passed", self._events.get(record.event))
+        self._enqueue(record, record.stream, WAIT, self._events.get(record.event))
 
     def _on_wait_stream(self, record: WaitStream) -> None:
         marker = self._enqueue(record, record.on, "is recorded")
-        self._enqueue(record, record.waiter, "is passed", marker)
+        self._enqueue(record, record.waiter, WAIT, marker)
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
@@ -176,51 +223,66 @@ class Graph:
         self._close_replay()
         earlier = self._graphs.get(record.graph)
         if record.nodes:
-            self._replay = record, [self._enqueue(record, record.stream, "is launched", earlier)]
+            start = self._enqueue(record, record.stream, LAUNCH, earlier)
+            self._replay = _Replay(record, self._position, start, [])
         else:
             self._graphs[record.graph] = self._enqueue(
-                record, record.stream, "runs", earlier, layers=record.layers, accesses=record.accesses
+                record, record.stream, RUN, earlier, layers=record.layers, accesses=record.accesses
             )
 
     def _on_graph_node(self, record: GraphNode) -> None:
-        if self._replay is None:
+        replay = self._replay
+        if replay is None:
             return  # its replay is not in the trace
-        replay, (start, *entries) = self._replay
+        entries, number = replay.entries, replay.record.graph
         if record.after == IN_ORDER:
             before = entries[-1:]
         else:
             before = [entry for index, entry in enumerate(entries) if record.after >> index & 1]
-        graph = self._names.graphs.get(replay.graph, f"graph {replay.graph}")
+        graph = self._names.graphs.get(number, f"graph {number}")
         index = self._add(
             record,
-            ("entry", replay.graph, record.index),
+            ("entry", number, record.index),
             f"{graph} entry {record.index}",
-            "runs" if record.event is None else "is recorded",
-            (start, *before),
-            step=replay.op,
+            RUN if record.event is None else "is recorded",
+            (replay.start, *before),
+            step=replay.record.op,
             layers=record.layers,
             accesses=record.accesses if record.event is None else (),
         )
         if record.event is not None:
             self._events[record.event] = index
-        self._replay[1].append(index)
-        if len(entries) + 1 == replay.nodes:
+        entries.append(index)
+        if len(entries) == replay.record.nodes:
             self._close_replay()
 
     def _close_replay(self) -> None:
-        if self._replay is not None:
-            replay, items = self._replay
-            self._replay = None
-            self._graphs[replay.graph] = self._enqueue(replay, replay.stream, "is over", *items)
+        replay, self._replay = self._replay, None
+        if replay is not None:
+            record = replay.record
+            self._graphs[record.graph] = self._enqueue(
+                record, record.stream, OVER, replay.start, *replay.entries, position=replay.position
+            )
 
     # -- host ------------------------------------------------------------------------------------------------
+
+    def _call(self, record: Record) -> None:
+        lane, name = ("thread", record.thread, 0), self._thread(record.thread)
+        self._host[record.thread] = self._add(record, lane, name, CALL, (self._host.get(record.thread),))
 
     def _learn(self, record: Record, *items: int | None) -> None:
         """The calling thread knows ``items`` to be complete from now on."""
         if any(item is not None for item in items):
             lane, name = ("thread", record.thread, 0), self._thread(record.thread)
-            before = (self._host.get(record.thread), *items)
-            self._host[record.thread] = self._add(record, lane, name, "returns", before)
+            self._host[record.thread] = self._add(
+                record, lane, name, "returns", (self._host.get(record.thread),), items
+            )
+
+    def _on_collective(self, record: Collective) -> None:
+        """Orders nothing; where time matters, its thread goes on at an item of its own."""
+        if self._calls:
+            lane, name = ("thread", record.thread, 0), self._thread(record.thread)
+            self._host[record.thread] = self._add(record, lane, name, "returns", (self._host.get(record.thread),))
 
     def _thread(self, thread: ThreadId) -> str:
         name = self._names.threads.get(thread)
@@ -243,7 +305,7 @@ class Graph:
         lane, name = ("thread", record.thread, 0), self._thread(record.thread)
         before = (self._host.get(record.thread),)
         self._host[record.thread] = self._add(
-            record, lane, name, "runs", before, layers=record.layers, accesses=record.accesses
+            record, lane, name, RUN, before, layers=record.layers, accesses=record.accesses
         )
 
     def _on_io_begin(self, record: IoBegin) -> None:
@@ -251,7 +313,7 @@ class Graph:
         lane = ("io", len(self.items), 0)
         before = (self._host.get(record.thread),)
         self._ios[record.io] = self._add(
-            record, lane, name, "runs", before, layers=record.layers, accesses=record.accesses
+            record, lane, name, RUN, before, layers=record.layers, accesses=record.accesses
         )
 
     def _on_io_end(self, record: IoEnd) -> None:
@@ -283,6 +345,10 @@ class Graph:
         self._names.learn(record)
 
 
+def _ascending(items: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(sorted({item for item in items if item is not None}))
+
+
 _HANDLERS: Final[dict[type[Record], Callable[[Graph, Any], None]]] = {
     Define: Graph._on_define,
     Kernel: Graph._on_work,
@@ -304,5 +370,6 @@ _HANDLERS: Final[dict[type[Record], Callable[[Graph, Any], None]]] = {
     TensorAlloc: Graph._on_tensor_alloc,
     RecordStream: Graph._on_record_stream,
     TensorFree: Graph._on_tensor_free,
+    Collective: Graph._on_collective,
 }
 """Kinds that are not here order nothing and run nothing."""

@@ -339,6 +339,6 @@ def test_the_plan_orders_what_the_analyzer_orders() -> None:
         conflicts = planned.conflicts()
         assert planned.pairs(planned.unordered(conflicts, {})) == analyzed(records), seed
         for made in planned.waits:
-            if made.node >= 0:
+            if made.awaited:
                 left = planned.unordered(conflicts, planned.without(made, {}))
                 assert planned.pairs(left) == analyzed([r for r in records if r is not made.record]), seed
