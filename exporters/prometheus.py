@@ -32,7 +32,7 @@ from hicache_obs.exporters.catalogue import (
     row,
 )
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
-from hicache_obs.records import DropReason, Ranks
+from hicache_obs.records import DropReason, OpId, Ranks
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -317,7 +317,7 @@ class MetricsSink:
         elif finding.verdict in self._by_verdict:
             self._by_verdict[finding.verdict][finding.hazard].add()
 
-    def on_weak_ordering(self, hazard: Hazard, provenance: str) -> None:
+    def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         """Count one pair whose order rests on a weaker kind of edge."""
         if self._findings:
             self._weak[hazard, provenance].add()

@@ -15,7 +15,7 @@ from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost
 from hicache_obs.findings import Finding, Hazard
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
-from hicache_obs.records import DropReason
+from hicache_obs.records import DropReason, OpId
 
 
 class Fanout:
@@ -32,9 +32,9 @@ class Fanout:
         for sink in self._sinks:
             sink.on_finding(finding)
 
-    def on_weak_ordering(self, hazard: Hazard, provenance: str) -> None:
+    def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         for sink in self._sinks:
-            sink.on_weak_ordering(hazard, provenance)
+            sink.on_weak_ordering(hazard, provenance, pair)
 
     def on_fence(self, cost: FenceCost) -> None:
         for sink in self._sinks:

@@ -78,8 +78,11 @@ class AnalysisSink(Protocol):
     def on_finding(self, finding: Finding) -> None:
         """A pair got a verdict other than ordered or polled."""
 
-    def on_weak_ordering(self, hazard: Hazard, provenance: str) -> None:
-        """A pair is ordered, but only by a weaker kind of edge (``polled``, ``incidental``)."""
+    def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
+        """``pair`` (earlier, later) is ordered, but only by a weaker kind of edge (``polled``, ``incidental``).
+
+        Once per conflict: the layers of a transfer are a pair each, the entries of a graph replay the same pair.
+        """
 
     def on_fence(self, cost: FenceCost) -> None:
         """A fence resolved."""

@@ -327,7 +327,8 @@ class Analyzer:
             return  # two entries of one graph replay: the graph's own business
         proof = self._order.proof(actor, earlier.group.actor, earlier.epoch)
         if proof is Proof.POLLED:
-            self._sink.on_weak_ordering(self._hazards.of(conflict.overlaps, earlier, later), proof.value)
+            hazard = self._hazards.of(conflict.overlaps, earlier, later)
+            self._sink.on_weak_ordering(hazard, proof.value, (earlier.op, later.op))
         if proof in (Proof.ORDERED, Proof.POLLED):
             return
         if proof is Proof.NONE and earlier.seq < self._order.lost_at:

@@ -541,7 +541,7 @@ class _PairSink:
         """Keep the pair."""
         self.pairs.add((finding.earlier.op, finding.later.op))
 
-    def on_weak_ordering(self, hazard: Hazard, provenance: str) -> None:
+    def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         """Not kept."""
 
     def on_fence(self, cost: FenceCost) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hicache_obs.costs import FenceCost, TransferCost
 from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict
-from hicache_obs.records import DropReason
+from hicache_obs.records import DropReason, OpId
 
 MAX_FINGERPRINTS: Final = 4096
 MAX_WAITS: Final = 1_000_000
@@ -77,7 +77,7 @@ class Tally:
             defect.example = finding
         defect.verdicts[finding.verdict] += 1
 
-    def on_weak_ordering(self, hazard: Hazard, provenance: str) -> None:
+    def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         """Weak orderings are a metric, not a finding."""
 
     def on_fence(self, cost: FenceCost) -> None:

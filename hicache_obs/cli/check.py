@@ -14,7 +14,7 @@ from hicache_obs.analyzer import Analyzer, explain
 from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
-from hicache_obs.findings import BlastRadius, ExitCode, Finding, Shared, Verdict, worst
+from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict, worst
 from hicache_obs.readers import open_trace
 from hicache_obs.records import OpId
 from hicache_obs.trace import Trace
@@ -30,15 +30,20 @@ SHOWN: Final = 20
 
 
 class _Keeper(Tally):
-    """A tally that keeps every finding."""
+    """A tally that keeps every finding, and every pair that only something weak orders."""
 
     def __init__(self) -> None:
         super().__init__()
         self.findings: list[Finding] = []
+        self.weak: dict[tuple[OpId, OpId], str] = {}
 
     def on_finding(self, finding: Finding) -> None:
         super().on_finding(finding)
         self.findings.append(finding)
+
+    def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
+        super().on_weak_ordering(hazard, provenance, pair)
+        self.weak[pair] = provenance
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,18 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "pairs_checked": report.pairs_checked,
         "races": _races(report),
         "stalls": [stall.as_json(report.trace) for stall in report.stalls.stalls],
+        "ordered": _weakly_ordered(report),
     }
+
+
+def _weakly_ordered(report: _Report) -> list[dict[str, Any]]:
+    """Pairs that a poll alone orders, one entry per pair of steps; what else they share may race all the same."""
+    raced = {(finding.earlier.op, finding.later.op) for finding in report.keeper.findings}
+    return [
+        {"between": [_step(report.trace, op) for op in pair], "provenance": provenance}
+        for pair, provenance in report.keeper.weak.items()
+        if pair not in raced
+    ]
 
 
 def _races(report: _Report) -> list[dict[str, Any]]:

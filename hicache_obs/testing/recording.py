@@ -20,6 +20,7 @@ class RecordingSink:
     layer_waits_ns: list[int] = field(default_factory=list)
     checked: Counter[Hazard] = field(default_factory=Counter)
     weak: Counter[tuple[Hazard, str]] = field(default_factory=Counter)
+    weak_pairs: set[tuple[OpId, OpId]] = field(default_factory=set)
     lost: Counter[DropReason] = field(default_factory=Counter)
     records: int = 0
 
@@ -34,8 +35,9 @@ class RecordingSink:
     def on_finding(self, finding: Finding) -> None:
         self.findings.append(finding)
 
-    def on_weak_ordering(self, hazard: Hazard, provenance: str) -> None:
+    def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         self.weak[hazard, provenance] += 1
+        self.weak_pairs.add(pair)
 
     def on_fence(self, cost: FenceCost) -> None:
         self.fences.append(cost)

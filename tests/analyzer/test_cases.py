@@ -92,6 +92,20 @@ def test_expected_stalls(path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @every_case
+def test_pairs_that_a_poll_alone_orders_are_listed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each once, and none that anything else orders: those that would race if true queries told nothing."""
+    trace = parse_scenario(path.read_bytes(), source="case")
+    polled = races(list(trace), polled=False) - races(list(trace), polled=True)
+    main(["check", "--json", str(path)])
+    ordered = json.loads(capsys.readouterr().out)["ordered"]
+
+    assert len(ordered) == len(polled)
+    assert {tuple(pair["between"]) for pair in ordered} == {(trace.labels[a], trace.labels[b]) for a, b in polled}
+    assert all(pair["provenance"] == "polled" for pair in ordered)
+    assert bool(polled) == path.stem.startswith(("04-", "19-", "20-"))
+
+
+@every_case
 def test_ordered_pairs_are_not_reported(path: Path) -> None:
     """What the report calls safe is safe."""
     scenario = load(path)

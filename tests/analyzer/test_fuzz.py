@@ -28,11 +28,15 @@ def reported(records: Sequence[Record]) -> RecordingSink:
 
 
 def difference(records: Sequence[Record]) -> str:
-    """What the two judges disagree on, empty if nothing."""
-    expected, found = races(records, polled=True), set(reported(records).pairs)
-    if expected == found:
-        return ""
-    return f"missed {sorted(expected - found)}, false {sorted(found - expected)}"
+    """What the two judges disagree on, empty if nothing: races, and pairs that a poll alone orders."""
+    sink = reported(records)
+    expected, found = races(records, polled=True), set(sink.pairs)
+    if expected != found:
+        return f"missed {sorted(expected - found)}, false {sorted(found - expected)}"
+    weak, listed = races(records, polled=False) - expected, sink.weak_pairs - found
+    if weak != listed:
+        return f"polled only: missed {sorted(weak - listed)}, false {sorted(listed - weak)}"
+    return ""
 
 
 def shrunk(records: list[Record]) -> list[Record]:

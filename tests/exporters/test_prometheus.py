@@ -168,11 +168,11 @@ def test_is_an_analysis_sink() -> None:
             {"checks_total{hazard=graph}": 5, "pages_checked_total{hazard=graph}": 256},
         ),
         (
-            lambda s: s.on_weak_ordering(WAW, "polled"),
+            lambda s: s.on_weak_ordering(WAW, "polled", (OpId(1), OpId(2))),
             {"weak_orderings_total{hazard=waw_forward_restore,provenance=polled}": 1},
         ),
         (
-            lambda s: s.on_weak_ordering(WAW, "incidental"),
+            lambda s: s.on_weak_ordering(WAW, "incidental", (OpId(1), OpId(2))),
             {"weak_orderings_total{hazard=waw_forward_restore,provenance=incidental}": 1},
         ),
         (
@@ -243,7 +243,7 @@ def feed_everything(sink: MetricsSink) -> None:
     sink.on_checked(WAW, 2, 1)
     sink.on_finding(finding(Verdict.VIOLATION))
     sink.on_finding(finding(Verdict.UNKNOWN, cause=Cause.RECORDS_LOST))
-    sink.on_weak_ordering(WAW, "polled")
+    sink.on_weak_ordering(WAW, "polled", (OpId(1), OpId(2)))
     sink.on_fence(fence(10, 5))
     sink.on_layer_wait(10)
     sink.on_transfer(transfer(fenced=False))

@@ -160,7 +160,7 @@ def feed(metrics: Metrics, rank: Ranks) -> None:
     for verdict in (Verdict.VIOLATION, Verdict.LATENT, Verdict.CONTRADICTION, Verdict.UNKNOWN):
         sink.on_finding(finding(verdict))
     for provenance in Provenance:
-        sink.on_weak_ordering(WAW, provenance.value)
+        sink.on_weak_ordering(WAW, provenance.value, (OpId(1), OpId(2)))
     sink.on_checked(WAW, 256, 10)
     for kind in TransferKind:
         sink.on_fence(FenceCost(OpId(1), kind, 20_000, 15_000))

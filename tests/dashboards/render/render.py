@@ -79,7 +79,7 @@ def tick(metrics: Metrics, state: str, chance: random.Random) -> None:
         if state == "racy" and chance.random() < 0.3:
             sink.on_finding(finding(Verdict.VIOLATION, Hazard.WAW_FORWARD_RESTORE))
             sink.on_finding(finding(Verdict.LATENT, chance.choice(WATCHED)))
-            sink.on_weak_ordering(Hazard.HOST_REUSE, "polled")
+            sink.on_weak_ordering(Hazard.HOST_REUSE, "polled", (OpId(1), OpId(2)))
             sink.on_lost(3, DropReason.RING_FULL)
 
 
