@@ -85,6 +85,10 @@ class Cause(str, enum.Enum):
     """The allocator was not told which stream uses the block, and handed it out again."""
     STALE_ADDRESS = "stale_address"
     """A page was moved while an operation still used its old place."""
+    USED_AFTER_FREE = "used_after_free"
+    """The operation was issued after its pages were given away, and before they were given out again."""
+    NEVER_WRITTEN = "never_written"
+    """The operation reads pages that nothing has written since they were given out."""
     RECORDS_LOST = "records_lost"
     CLOCK_OR_FENCE = "clock_or_fence"
 
@@ -109,8 +113,8 @@ class AccessInfo:
 
     Attributes:
         op: Operation id; the NVTX payload of its range.
-        what: ``forward``, ``restore``, ``backup``, ``copy``, ``host`` ...
-        mode: ``read`` or ``write``.
+        what: ``forward``, ``restore``, ``backup``, ``copy``, ``host`` ...; ``alloc`` or ``free``, see ``Finding``.
+        mode: ``read`` or ``write``; empty for an allocator's call.
         site: Code site name.
         stream: Stream name, or ``None`` for a host access.
         stream_id: Handle of that stream, ``None`` for a host access.
@@ -169,7 +173,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One conflicting pair of operations that is not proven and kept.
+    """One conflicting pair of operations that is not proven and kept; or the misuse of pages by one operation.
+
+    In a misuse (``misuse`` is true) the earlier side is the allocator's call that gave the pages away or out, and the
+    order of host calls proves that the later side follows it: ``proof`` is ``ordered``, ``timing`` is ``untimed``, and
+    the verdict is ``violation``, since every execution does it.
 
     Attributes:
         hazard, verdict, proof, timing, cause: See the enums.
@@ -203,6 +211,11 @@ class Finding:
     fingerprint: str
     secondary: bool = False
     also: tuple[Shared, ...] = ()
+
+    @property
+    def misuse(self) -> bool:
+        """Whether this is about who owns the pages, not about the order of two accesses."""
+        return self.cause in (Cause.USED_AFTER_FREE, Cause.NEVER_WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,14 @@ from hicache_obs.analyzer.fence_cost import FenceMeter
 from hicache_obs.analyzer.handover import Blocks, Channels
 from hicache_obs.analyzer.hazards import CHECKED, IO_ROLE, Hazards, role
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
+from hicache_obs.analyzer.ownership import Ownership
 from hicache_obs.analyzer.shadow import Conflict, Group, Label, Lookup, Operation, Shadow
 from hicache_obs.analyzer.taint import Taint
 from hicache_obs.analyzer.verdicts import Pair, Verdicts
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.findings import (
     BlastRadius,
+    Hazard,
     Proof,
 )
 from hicache_obs.records import (
@@ -113,6 +115,7 @@ class Analyzer:
         self._causes = Causes(self._order, self._shadow, self._hazards)
         self._verdicts = Verdicts(sink, self._names, self._shadow, self._hazards, self._taint)
         self._live = self._verdicts.live
+        self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
         self._meter = FenceMeter(sink, self._hazards.between)
         self._graphs: dict[int, Snapshot] = {}
         self._replay: _Replay | None = None
@@ -306,6 +309,10 @@ class Analyzer:
         for lookup in lookups:
             self._count(label.what, lookup)
         self._taint.step(operation)
+        if self._ownership.active:
+            owned = self._ownership.check(operation)
+            if owned:
+                self._sink.on_checked(Hazard.LIFETIME, owned, owned)
         for conflict in conflicts:
             self._on_conflict(conflict, operation, actor)
         order.advance(actor)
@@ -393,6 +400,7 @@ class Analyzer:
 
     def _on_free(self, record: PageFree) -> None:
         self._shadow.note_free(record.access, self._seq)
+        self._ownership.free(record)
 
     def _on_tensor_alloc(self, record: TensorAlloc) -> None:
         self._blocks.hand_out(record, self._seq)
@@ -404,6 +412,7 @@ class Analyzer:
 
     def _on_alloc(self, record: PageAlloc) -> None:
         self._taint.allocate(record.access)
+        self._ownership.allocate(record)
         self._verdicts.rearm(record.access)
 
     def _on_times(self, record: Times) -> None:
@@ -416,6 +425,7 @@ class Analyzer:
         if record.reason is not DropReason.UNRESOLVED:  # else only device times are missing: no edge, no access
             self._order.lose(self._seq)
             self._channels.lose()
+            self._ownership.lose()
         self.totals.lost += record.count
         self._sink.on_lost(record.count, record.reason)
 

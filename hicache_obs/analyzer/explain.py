@@ -40,6 +40,8 @@ _VERB: Final = {"read": "reads", "write": "writes"}
 
 def explain(finding: Finding, radius: BlastRadius | None = None) -> str:
     """Several lines: what happened, what ran where, why nothing orders it, what it spoiled, and how to fix it."""
+    if finding.misuse:
+        return _misuse(finding)
     title = f"{finding.fingerprint}  {finding.verdict.value.upper()}  {finding.hazard.value}"
     if finding.secondary:
         title += "  (secondary: one of these pages had raced before)"
@@ -58,6 +60,30 @@ def explain(finding: Finding, radius: BlastRadius | None = None) -> str:
         f"  fix      {_fix(finding)}",
     ]
     return "\n".join(lines)
+
+
+def _misuse(finding: Finding) -> str:
+    """The text of a finding about who owns the pages."""
+    call, use, away = finding.earlier, finding.later, finding.cause is Cause.USED_AFTER_FREE
+    if away:
+        story = "An operation was issued on pages that had been given away: whoever gets them next shares them with it."
+        fix = f"give the pages away after op {use.op} is issued, or leave them out of it"
+    else:
+        story = "Nothing has written these pages since they were given out: the reader sees what was left there."
+        fix = f"fill the pages before op {use.op}, or leave them out of it"
+    return "\n".join(
+        [
+            f"{finding.fingerprint}  {finding.verdict.value.upper()}  {finding.hazard.value}",
+            "",
+            story,
+            "",
+            f"  {_what(finding)} {_ids(finding.pages)}",
+            f"  given {'away' if away else 'out '} by host thread {call.thread}, op {call.op}",
+            f"  then     {_access(use, 0)}",
+            f"  proof    op {use.op} was issued after op {call.op}, whatever the device does",
+            f"  fix      {fix}",
+        ]
+    )
 
 
 def _access(access: AccessInfo, zero_ns: int) -> str:

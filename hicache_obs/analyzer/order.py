@@ -100,6 +100,10 @@ class Order:
         """Actor of a transfer in no stream; the caller gives out slots so that users of one are in order."""
         return self._actor("i", slot)
 
+    def ledger(self, thread: ThreadId) -> Actor:
+        """Actor of a thread's allocator calls, which the thread itself follows."""
+        return self._actor("l", thread)
+
     def _actor(self, space: str, *ident: int) -> Actor:
         key: tuple[str | int, ...] = (space, *ident)
         actor = self._actors.get(key)

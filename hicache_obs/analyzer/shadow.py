@@ -263,6 +263,10 @@ class Shadow:
         if len(access.ids):
             self._reach(access).moved[access.ids] = seq + 1
 
+    def ever_written(self, access: Access) -> npt.NDArray[np.bool_]:
+        """For each id, whether an operation has written it since the trace began."""
+        return self._reach(access).wrote[access.ids] > 0
+
     def freed_since(self, overlap: Overlap, seq: int) -> bool:
         """Whether a shared page was given back after ``seq``."""
         cells = self._cells[overlap.space, overlap.pool]

@@ -538,8 +538,9 @@ class _PairSink:
         """Not kept."""
 
     def on_finding(self, finding: Finding) -> None:
-        """Keep the pair."""
-        self.pairs.add((finding.earlier.op, finding.later.op))
+        """Keep the pair. Who owns a page does not hang on waits for devices."""
+        if not finding.misuse:
+            self.pairs.add((finding.earlier.op, finding.later.op))
 
     def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         """Not kept."""

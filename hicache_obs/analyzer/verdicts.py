@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hicache_obs.analyzer.hazards import Hazards, principal
+from hicache_obs.analyzer.ownership import Misuse
 from hicache_obs.analyzer.shadow import Conflict, Operation, Overlap, Shadow
 from hicache_obs.analyzer.taint import Taint
 from hicache_obs.costs import AnalysisSink
@@ -18,13 +19,15 @@ from hicache_obs.findings import (
     Cause,
     Edge,
     Finding,
+    Hazard,
     Proof,
     Shared,
     Timing,
+    Verdict,
     fingerprint,
     judge,
 )
-from hicache_obs.records import Access, Mode, OpId, Space, StreamId, Times
+from hicache_obs.records import ALL_LAYERS, Access, Mode, OpId, Space, StreamId, Times
 from hicache_obs.trace import Names
 
 MAX_PENDING: Final = 65536
@@ -151,6 +154,47 @@ class Verdicts:
                 fingerprint=name,
                 secondary=secondary,
                 also=tuple(Shared(space.name.lower(), pool, ids) for (space, pool), ids in shared.items()),
+            )
+        )
+
+    def misuse(self, misuse: Misuse) -> None:
+        """Report an operation that uses pages that are not its owner's, or hold nothing."""
+        change, operation, space = misuse.change, misuse.operation, misuse.space.name.lower()
+        second = self._access(operation, misuse.mode)
+        on, waiter = self._names.thread(change.thread), self._actor_name(operation)
+        first = AccessInfo(
+            op=change.op,
+            what=change.what,
+            mode="",
+            site=change.what,
+            stream=None,
+            stream_id=None,
+            group=0,
+            layers=ALL_LAYERS,
+            thread=change.thread,
+            issued_ns=change.issued_ns,
+            start_ns=None,
+            end_ns=None,
+        )
+        self._sink.on_finding(
+            Finding(
+                hazard=Hazard.LIFETIME,
+                verdict=Verdict.VIOLATION,
+                proof=Proof.ORDERED,
+                timing=Timing.UNTIMED,
+                cause=misuse.cause,
+                earlier=first,
+                later=second,
+                space=space,
+                pool=misuse.pool,
+                pages=misuse.pages,
+                layers=operation.layers,
+                missing_edge=Edge(on, change.op, waiter, operation.op),
+                wrong_waiter=None,
+                coarse=False,
+                fingerprint=fingerprint(
+                    Hazard.LIFETIME, misuse.cause.value, second.site, on, waiter, self._names.engine
+                ),
             )
         )
 

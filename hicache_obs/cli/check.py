@@ -101,7 +101,7 @@ def _show(report: _Report) -> None:
     summary = f"{report.trace.source}: {report.outcome}, {report.pairs_checked} page pairs checked"
     click.echo(fit(summary, indent=FINDING_INDENT))
     for finding in report.keeper.findings[:SHOWN]:
-        radius = report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
+        radius = None if finding.misuse else report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
         click.echo("\n" + fit(explain(finding, radius), indent=FINDING_INDENT))
     for stall in report.stalls.stalls:
         click.echo(fit(_stall_line(report.trace, stall), indent=2))
@@ -122,6 +122,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "races": _races(report),
         "stalls": [stall.as_json(report.trace) for stall in report.stalls.stalls],
         "ordered": _weakly_ordered(report),
+        "ownership": [_race(report.trace, finding) for finding in report.keeper.findings if finding.misuse],
     }
 
 
@@ -140,6 +141,8 @@ def _races(report: _Report) -> list[dict[str, Any]]:
     trace = report.trace
     races: dict[tuple[str | int, str | int], dict[str, Any]] = {}
     for finding in report.keeper.findings:
+        if finding.misuse:
+            continue
         race = _race(trace, finding)
         race["tainted"] = _tainted(trace, report.analyzer.blast_radius((finding.earlier.op, finding.later.op)))
         known = races.setdefault(tuple(race["between"]), race)

@@ -8,7 +8,7 @@ A host thread carries the set of items it knows to be complete.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hicache_obs.records import (
@@ -29,9 +29,12 @@ from hicache_obs.records import (
     Kernel,
     Memcpy,
     Mode,
+    PageAlloc,
+    PageFree,
     Record,
     RecordStream,
     Relocate,
+    Space,
     StreamKind,
     TensorAlloc,
     TensorFree,
@@ -49,6 +52,10 @@ class _Item:
     before: set[int]
     layers: tuple[int, int] = (0, 0)
     accesses: tuple[Access, ...] = ()
+    told: frozenset[int] = frozenset()
+    """Items its thread knew to be complete when it was issued."""
+    call: PageAlloc | PageFree | None = None
+    moves: bool = False
 
 
 @dataclass(slots=True)
@@ -68,8 +75,10 @@ class _Machine:
     returned: dict[int, set[int]] = field(default_factory=dict)
     replay: tuple[GraphReplay, set[int], list[int]] | None = None
 
+    told: frozenset[int] = frozenset()
+
     def add(self, step: int, before: Iterable[int], layers: tuple[int, int], accesses: tuple[Access, ...]) -> int:
-        self.items.append(_Item(step, set(before), layers, accesses))
+        self.items.append(_Item(step, set(before), layers, accesses, self.told))
         return len(self.items) - 1
 
     def ready(self, stream: int, thread: int) -> set[int]:
@@ -116,11 +125,61 @@ def races(records: Sequence[Record], *, polled: bool) -> set[tuple[int, int]]:
     return _unordered(machine.items)
 
 
+def misuses(records: Sequence[Record]) -> set[tuple[int, int]]:
+    """Allocator calls and steps that use their pages after a free, or read them before anything wrote them.
+
+    Each page is followed on its own through the whole trace (``hicache_obs.analyzer.ownership`` states the rules).
+    """
+    machine = _Machine(polled=True)
+    for record in records:
+        _step(machine, record)
+    items, past = machine.items, _ancestors(machine.items)
+    pages = {(a.space, a.pool, page) for item in items for a in _touched(item) for page in a.ids.tolist()}
+    return {pair for page in pages for pair in _page_misuses(items, past, page)}
+
+
+def _touched(item: _Item) -> tuple[Access, ...]:
+    return item.accesses if item.call is None else (item.call.access,)
+
+
+def _page_misuses(
+    items: Sequence[_Item], past: Sequence[set[int]], page: tuple[Space, int, int]
+) -> Iterator[tuple[int, int]]:
+    state, owner, change, written = "unknown", None, -1, False
+    for index, item in enumerate(items):
+        modes = {a.mode for a in _touched(item) if (a.space, a.pool) == page[:2] and page[2] in a.ids.tolist()}
+        if not modes:
+            continue
+        if isinstance(item.call, PageAlloc):
+            new = state in ("freed", "spent") or (state == "unknown" and not written)
+            state, owner = "fresh" if new or state == "fresh" else "held", None if new else item.call.owner
+            change = index
+            continue
+        if isinstance(item.call, PageFree):
+            state, owner = "freed" if owner in (None, item.call.owner) else "unknown", None
+            change = index
+            continue
+        aware = change in item.told or any(change in past[known] for known in item.told)
+        if Mode.WRITE in modes:
+            written = True
+            if state == "fresh" or (item.moves and state != "unknown"):
+                state = "held"
+        unwritten = state == "fresh" and not item.moves
+        if aware and (unwritten or state == "freed"):
+            yield items[change].step, item.step
+            state = "held" if unwritten else "spent"
+
+
 def _step(m: _Machine, r: Record) -> None:
+    m.told = frozenset(m.known[r.thread])
     if isinstance(r, Define) and r.space is DefineSpace.STREAM:
         m.kinds[r.id] = StreamKind(r.value)
     elif isinstance(r, Kernel | Memcpy | Relocate):
-        m.enqueue(r, r.stream, r.layers, r.accesses)
+        m.items[m.enqueue(r, r.stream, r.layers, r.accesses)].moves = isinstance(r, Relocate)
+    elif isinstance(r, PageAlloc | PageFree):
+        call = m.add(r.op, m.known[r.thread], (0, 0), ())
+        m.items[call].call = r
+        m.known[r.thread].add(call)
     elif isinstance(r, EventRecord):
         m.events[r.event] = m.enqueue(r, r.stream)
     elif isinstance(r, EventWait):
@@ -163,10 +222,16 @@ def _step(m: _Machine, r: Record) -> None:
         m.returned[block] = set().union(*(m.tail[stream] for stream in marked))
 
 
-def _unordered(items: Sequence[_Item]) -> set[tuple[int, int]]:
+def _ancestors(items: Sequence[_Item]) -> list[set[int]]:
+    """Per item, all that must be complete before it."""
     ancestors: list[set[int]] = []
     for item in items:
         ancestors.append(item.before.union(*(ancestors[index] for index in item.before)))
+    return ancestors
+
+
+def _unordered(items: Sequence[_Item]) -> set[tuple[int, int]]:
+    ancestors = _ancestors(items)
     return {
         (a.step, b.step)
         for late, b in enumerate(items)

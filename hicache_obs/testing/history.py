@@ -9,6 +9,7 @@ Steps are separated by spaces and happen in that order on one host thread::
     e=F          e.record(F)                 L<e    L.wait_event(e); events are lower case
     h<e          e.synchronize()             h<F    F.synchronize()      h<*   device synchronize
     h?e          e.query() is true           h!e    e.query() is false
+    h+5,6        device pages 5 and 6 are given out    h-5,6    ... and given away
     ~3           three records were lost here
 
 ``F:w5 L:w5`` is the race this project began with; ``F:w5 L<F L:w5`` is its fix.
@@ -39,6 +40,8 @@ from hicache_obs.records import (
     Memcpy,
     Mode,
     OpId,
+    PageAlloc,
+    PageFree,
     PageIds,
     Purpose,
     Record,
@@ -54,6 +57,7 @@ _OPERATION: Final = re.compile(
 )
 _PART: Final = re.compile(r"([wrWR])(\d+(?:,\d+)*)")
 _ORDER: Final = re.compile(r"(?P<left>\w+)(?P<sign><<|<|=|\?|!)(?P<right>\w+|\*)")
+_OWNER: Final = re.compile(r"h(?P<sign>[+-])(?P<pages>\d+(?:,\d+)*)")
 _LOST: Final = re.compile(r"~(\d+)")
 _THREAD: Final = ThreadId(0)
 _Head = tuple[OpId, ThreadId, int]
@@ -86,9 +90,14 @@ class History:
             return self._operation(match, head)
         if match := _ORDER.fullmatch(step):
             return self._order(match["left"], match["sign"], match["right"], head, step)
+        if match := _OWNER.fullmatch(step):
+            access = Access(Space.DEVICE, Mode.WRITE, self._pages(match["pages"]))
+            return (PageAlloc if match["sign"] == "+" else PageFree)(*head, owner=0, access=access)
         if match := _LOST.fullmatch(step):
             return Lost(*head, count=int(match[1]), reason=DropReason.RING_FULL)
-        raise TraceError(f"history step {step!r}: expected an operation, a wait, a record, a sync or a loss")
+        raise TraceError(
+            f"history step {step!r}: expected an operation, a wait, a record, a sync, an allocation or a loss"
+        )
 
     def _operation(self, match: re.Match[str], head: _Head) -> Record:
         name = match["stream"]

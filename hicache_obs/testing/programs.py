@@ -31,6 +31,8 @@ from hicache_obs.records import (
     Memcpy,
     Mode,
     OpId,
+    PageAlloc,
+    PageFree,
     PageIds,
     Record,
     RecordStream,
@@ -64,10 +66,10 @@ class _Writer:
         self._kinds = (
             self._work, self._layers, self._record, self._wait, self._wait_stream, self._host_sync, self._query,
             self._host_access, self._graph, self._io, self._end_io, self._post, self._receive, self._tensor,
-            self._relocate,
+            self._relocate, self._owner,
         )  # fmt: skip
         # Every program has a taste of its own: with all kinds in each, the long chains some rules need are rare.
-        usual = (26, 8, 8, 10, 6, 4, 3, 4, 5, 4, 4, 4, 4, 6, 2)
+        usual = (26, 8, 8, 10, 6, 4, 3, 4, 5, 4, 4, 4, 4, 6, 2, 6)
         self._weights = [weight * rng.choice((0, 0.3, 1, 1, 4)) for weight in usual]
         self._weights[0] += 5
         self.records: list[Record] = [
@@ -194,6 +196,11 @@ class _Writer:
             else:
                 del self._tensors[tensor]
                 self.records.append(TensorFree(*self._head(), tensor))
+
+    def _owner(self) -> None:
+        space, ids = self._rng.choice((Space.DEVICE, Space.DEVICE, Space.HOST)), self._array()
+        kind = PageAlloc if self._rng.random() < 0.5 else PageFree
+        self.records.append(kind(*self._head(), self._rng.choice((0, 0, 0, 1)), Access(space, Mode.WRITE, ids)))
 
     def _relocate(self) -> None:
         old, new = self._rng.sample(range(PAGES), 2)

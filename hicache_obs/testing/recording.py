@@ -26,8 +26,13 @@ class RecordingSink:
 
     @property
     def pairs(self) -> list[tuple[OpId, OpId]]:
-        """Operation pairs with a finding, in order of report."""
-        return [(finding.earlier.op, finding.later.op) for finding in self.findings]
+        """Operation pairs that nothing orders, in order of report."""
+        return [(finding.earlier.op, finding.later.op) for finding in self.findings if not finding.misuse]
+
+    @property
+    def misuses(self) -> list[tuple[OpId, OpId]]:
+        """Allocator calls and the operations that use their pages wrongly, in order of report."""
+        return [(finding.earlier.op, finding.later.op) for finding in self.findings if finding.misuse]
 
     def on_checked(self, hazard: Hazard, pages: int, pairs: int) -> None:
         self.checked[hazard] += pages

@@ -11,7 +11,7 @@ import pytest
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.findings import Proof
 from hicache_obs.records import NO_OP, DropReason, GraphNode, GraphReplay, Lost, Record, ThreadId
-from hicache_obs.testing import RecordingSink, races
+from hicache_obs.testing import RecordingSink, misuses, races
 from hicache_obs.testing.programs import random_program
 
 PROGRAMS = int(os.environ.get("HICACHE_OBS_FUZZ", "2000"))
@@ -36,6 +36,9 @@ def difference(records: Sequence[Record]) -> str:
     weak, listed = races(records, polled=False) - expected, sink.weak_pairs - found
     if weak != listed:
         return f"polled only: missed {sorted(weak - listed)}, false {sorted(listed - weak)}"
+    wrong, told = misuses(records), set(sink.misuses)
+    if wrong != told:
+        return f"ownership: missed {sorted(wrong - told)}, false {sorted(told - wrong)}"
     return ""
 
 
@@ -58,7 +61,7 @@ def shrunk(records: list[Record]) -> list[Record]:
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_agrees_with_brute_force(block: int) -> None:
     """Exactly the racing pairs: none missed, none false. A failure prints the seed and the shrunk program."""
-    pairs = 0
+    pairs = owned = 0
     for seed in range(block, PROGRAMS, BLOCKS):
         records = random_program(seed)
         wrong = difference(records)
@@ -66,7 +69,9 @@ def test_agrees_with_brute_force(block: int) -> None:
             program = "\n".join(map(repr, shrunk(records)))
             pytest.fail(f"seed {seed}: {wrong}\n{program}")
         pairs += len(races(records, polled=True))
+        owned += len(misuses(records))
     assert pairs > PROGRAMS / BLOCKS
+    assert owned > PROGRAMS / BLOCKS / 10
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -81,10 +86,14 @@ def test_losses_never_invent_a_verdict(block: int) -> None:
         first = rng.randrange(4, len(records))
         end = min(len(records), first + rng.randint(1, 4))
         lost = Lost(NO_OP, ThreadId(0), 0, end - first, DropReason.RING_FULL)
-        full = set(reported(records).pairs)
+        whole = reported(records)
+        full = set(whole.pairs)
         sink = reported([*records[:first], lost, *records[end:]])
+        assert set(sink.misuses) <= set(whole.misuses), f"seed {seed}: misuse that the full trace does not have"
         for finding in sink.findings:
             pair = (finding.earlier.op, finding.later.op)
+            if finding.misuse:
+                continue
             if finding.proof is Proof.UNKNOWN:
                 unknown += 1
             else:
