@@ -41,7 +41,7 @@ class Proof(str, enum.Enum):
     """Only because the host once saw an event complete (``query``)."""
     NONE = "none"
     UNKNOWN = "unknown"
-    """Records were lost, so an edge may be missing from the trace."""
+    """Records were lost, or the order is made where no record shows it: an edge may be missing from the trace."""
 
 
 class Timing(str, enum.Enum):
@@ -75,6 +75,8 @@ class Cause(str, enum.Enum):
     """A fence that covers the earlier access exists, on another stream than the later access ran on."""
     EARLY_EVENT = "early_event"
     """A wait exists, on a record made before the earlier access was queued."""
+    EVENT_REUSE = "event_reuse"
+    """A wait exists, on an event whose former record would have been enough; it was recorded again before the wait."""
     EVENT_UNRECORDED = "event_unrecorded"
     """A wait exists, on an event that had never been recorded."""
     EARLY_FREE = "early_free"
@@ -90,6 +92,12 @@ class Cause(str, enum.Enum):
     NEVER_WRITTEN = "never_written"
     """The operation reads pages that nothing has written since they were given out."""
     RECORDS_LOST = "records_lost"
+    SHARED_EVENT = "shared_event"
+    """A wait in between is for an event that another process may have recorded: nobody knows what it orders."""
+    SHARED_MEMORY = "shared_memory"
+    """Another process has access to the pages too, and may keep the two apart in a way that is not recorded."""
+    EARLY_START = "early_start"
+    """The later kernel may start before the one before it on its stream has ended; what it waits for is up to it."""
     CLOCK_OR_FENCE = "clock_or_fence"
 
 

@@ -214,6 +214,16 @@ class DefineSpace(enum.IntEnum):
     TENSOR = 12
     GROUP = 13
     """A group of ranks that enter collectives together."""
+    SHARED_EVENT = 14
+    """An event that another process may record (CUDA IPC), by the event's id."""
+    SHARED_POOL = 15
+    """A device pool that another process may access, by the pool's id."""
+    SHARED_HOST_POOL = 16
+    """A host pool that another process may access, by the pool's id."""
+    SHARED_BUFFER = 17
+    """A buffer that another process may access, by the buffer's id."""
+    EARLY_SITE = 18
+    """Kernels of this site may start before the kernel before them has ended (programmatic dependent launch)."""
 
 
 class StreamKind(enum.IntEnum):

@@ -6,11 +6,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from hicache_obs.analyzer.foreign import Foreign
 from hicache_obs.analyzer.hazards import TRANSFERS, Hazards, principal
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.shadow import Conflict, Operation, Shadow
 from hicache_obs.findings import Cause, Proof
-from hicache_obs.records import Space, StreamId
+from hicache_obs.records import EventId, Space, StreamId
 
 RECENT_WAITS: Final = 256
 
@@ -22,6 +23,7 @@ class _Wait:
     waiter: Actor
     stream: StreamId
     snapshot: Snapshot | None
+    former: Snapshot | None
     seq: int
     epoch: int
     """The waiter's epoch at the wait: a later epoch means the waiter has run something since."""
@@ -30,25 +32,41 @@ class _Wait:
 class Causes:
     """Explains unordered pairs from the newest ``RECENT_WAITS`` waits. Fed by the analyzer in trace order."""
 
-    def __init__(self, order: Order, shadow: Shadow, hazards: Hazards) -> None:
+    def __init__(self, order: Order, shadow: Shadow, hazards: Hazards, foreign: Foreign) -> None:
         self._order = order
+        self._foreign = foreign
         self._shadow = shadow
         self._hazards = hazards
         self._waits: deque[_Wait] = deque(maxlen=RECENT_WAITS)
+        self._former: dict[EventId, Snapshot] = {}
+        """What an event's newest record replaced; of the events recorded again last."""
 
-    def note_wait(self, waiter: Actor, stream: StreamId, snapshot: Snapshot | None, seq: int) -> None:
+    def note_record(self, event: EventId) -> None:
+        """``event`` is about to be recorded, perhaps again."""
+        current = self._order.current(event)
+        if current is not None:
+            self._former.pop(event, None)  # so that the oldest is first
+            self._former[event] = current
+            if len(self._former) > RECENT_WAITS:
+                del self._former[next(iter(self._former))]
+
+    def note_wait(
+        self, waiter: Actor, stream: StreamId, snapshot: Snapshot | None, seq: int, event: EventId | None = None
+    ) -> None:
         """``waiter`` (a stream or thread) waits for ``snapshot``, ``None`` if the event was never recorded.
 
         Args:
             stream: The waiting stream; for a thread the stream that it synchronised with.
+            event: The event, if it has a name.
         """
-        self._waits.append(_Wait(waiter, stream, snapshot, seq, self._order.clock(waiter)[waiter]))
+        former = None if event is None else self._former.get(event)
+        self._waits.append(_Wait(waiter, stream, snapshot, former, seq, self._order.clock(waiter)[waiter]))
 
     def of(self, conflict: Conflict, later: Operation, actor: Actor, proof: Proof) -> tuple[Cause, StreamId | None]:
         """The cause, and for ``WRONG_STREAM`` the stream that waits, or was waited for, instead."""
         earlier = conflict.earlier
         if proof is Proof.UNKNOWN:
-            return Cause.RECORDS_LOST, None
+            return self._unknown(conflict, later), None
         if self._hazards.moved(conflict.overlaps, earlier, later):
             return Cause.STALE_ADDRESS, None
         if later.label.what == "graph" and earlier.label.what == "restore":
@@ -59,6 +77,17 @@ class Causes:
         if freed and earlier.label.what in TRANSFERS:
             return Cause.EARLY_FREE, None
         return self._useless_wait(earlier, later, actor)
+
+    def _unknown(self, conflict: Conflict, later: Operation) -> Cause:
+        """Why nobody can tell."""
+        earlier = conflict.earlier
+        if earlier.label.stream is not None and earlier.label.stream == later.label.stream:
+            return Cause.EARLY_START  # nothing else takes the order out of a stream
+        if earlier.seq < self._foreign.waited_at:
+            return Cause.SHARED_EVENT
+        if earlier.seq < self._order.lost_at:
+            return Cause.RECORDS_LOST
+        return Cause.SHARED_MEMORY if self._foreign.covers(conflict.overlaps) else Cause.RECORDS_LOST
 
     def _useless_wait(self, earlier: Operation, later: Operation, actor: Actor) -> tuple[Cause, StreamId | None]:
         """The wait between the two that was meant to order them, and the stream it concerns; newest first.
@@ -75,8 +104,9 @@ class Causes:
                 if wait.waiter == actor:
                     cause = Cause.EVENT_UNRECORDED
                 continue
-            clock = wait.snapshot.levels[0]
-            covers = before < len(clock) and clock[before] >= earlier.epoch
+            covers = _covers(wait.snapshot, earlier)
+            if not covers and wait.waiter == actor and wait.former is not None and _covers(wait.former, earlier):
+                return Cause.EVENT_REUSE, None
             idle = not covers and wait.waiter == thread and wait.snapshot.actor != before
             elsewhere = covers and wait.waiter != actor and self._nothing_since(wait)
             if idle or elsewhere:
@@ -88,3 +118,9 @@ class Causes:
     def _nothing_since(self, wait: _Wait) -> bool:
         """Whether the waiting stream has run nothing since: a fence that protects no work."""
         return wait.epoch == self._order.clock(wait.waiter)[wait.waiter]
+
+
+def _covers(snapshot: Snapshot, operation: Operation) -> bool:
+    """Whether ``operation`` is guaranteed to be complete once the record is."""
+    actor, clock = operation.group.actor, snapshot.levels[0]
+    return actor < len(clock) and clock[actor] >= operation.epoch

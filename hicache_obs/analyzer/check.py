@@ -13,7 +13,9 @@ from typing import Any, Final
 import numpy as np
 
 from hicache_obs.analyzer.causes import Causes
+from hicache_obs.analyzer.early import EarlyLaunches
 from hicache_obs.analyzer.fence_cost import FenceMeter
+from hicache_obs.analyzer.foreign import Foreign
 from hicache_obs.analyzer.handover import Blocks, Channels
 from hicache_obs.analyzer.hazards import CHECKED, IO_ROLE, Hazards, role
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
@@ -89,6 +91,7 @@ class Totals:
         pairs_checked: Those of them that had an earlier access.
         lookups: Pages of any operation that had an earlier access: 0 means nothing at all was checked.
         lost: Records lost.
+        shared: Pages and buffers touched that another process may access too: its accesses were not checked.
     """
 
     records: int = 0
@@ -96,6 +99,7 @@ class Totals:
     pairs_checked: int = 0
     lookups: int = 0
     lost: int = 0
+    shared: int = 0
 
 
 class Analyzer:
@@ -112,7 +116,9 @@ class Analyzer:
         self._taint = Taint()
         self._names = Names()
         self._hazards = Hazards(self._shadow)
-        self._causes = Causes(self._order, self._shadow, self._hazards)
+        self._foreign = Foreign()
+        self._early = EarlyLaunches(self._order)
+        self._causes = Causes(self._order, self._shadow, self._hazards, self._foreign)
         self._verdicts = Verdicts(sink, self._names, self._shadow, self._hazards, self._taint)
         self._live = self._verdicts.live
         self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
@@ -195,7 +201,12 @@ class Analyzer:
         stream = self._order.stream(record.stream)
         self._order.issue(stream, self._order.thread(record.thread))
         label = Label(role(record), record.site, record.stream, record.group, record.thread)
-        operation = self._enter(record, stream, label)
+        actor = stream
+        if self._early.active and isinstance(record, Kernel):
+            actor = self._early.place(record, stream, self._seq)
+        operation = self._enter(record, actor, label)
+        if actor != stream:
+            self._order.follow(stream, actor)
         self._live[record.op] = [operation]
         self._meter.on_operation(stream, operation, record)
 
@@ -309,6 +320,8 @@ class Analyzer:
         for lookup in lookups:
             self._count(label.what, lookup)
         self._taint.step(operation)
+        if self._foreign.memory:
+            self.totals.shared += self._foreign.touched(record.accesses)
         if self._ownership.active:
             owned = self._ownership.check(operation)
             if owned:
@@ -338,7 +351,7 @@ class Analyzer:
             self._sink.on_weak_ordering(hazard, proof.value, (earlier.op, later.op))
         if proof in (Proof.ORDERED, Proof.POLLED):
             return
-        if proof is Proof.NONE and earlier.seq < self._order.lost_at:
+        if proof is Proof.NONE and (earlier.seq < self._order.lost_at or self._foreign.covers(conflict.overlaps)):
             proof = Proof.UNKNOWN
         later.unordered += (earlier.op,)
         self._taint.race(earlier, later, conflict.overlaps)
@@ -351,6 +364,7 @@ class Analyzer:
         order = self._order
         stream = order.stream(record.stream)
         order.issue(stream, order.thread(record.thread))
+        self._causes.note_record(record.event)
         order.record(record.event, stream, self._seq, self._meter.mark(stream, record.host_ns))
 
     def _on_event_wait(self, record: EventWait) -> None:
@@ -368,20 +382,30 @@ class Analyzer:
         order = self._order
         stream = order.stream(waiter)
         order.issue(stream, order.thread(record.thread))
-        self._causes.note_wait(stream, waiter, snapshot, self._seq)
-        if snapshot is not None:
+        event = record.event if isinstance(record, EventWait) else None
+        self._causes.note_wait(stream, waiter, snapshot, self._seq, event)
+        self._early.stop(waiter)
+        if isinstance(record, EventWait) and self._foreign.waits(record.event, self._seq):
+            order.suspect(stream)
+        elif snapshot is not None:
             order.join(stream, snapshot)
         self._meter.on_wait(stream, record, snapshot)
 
     def _on_query(self, record: EventQuery) -> None:
-        snapshot = self._order.current(record.event)
-        if record.result and snapshot is not None:
-            self._order.join(self._order.thread(record.thread), snapshot, polled=True)
+        if record.result:
+            self._learn(record, polled=True)
 
     def _on_event_sync(self, record: EventSync) -> None:
-        snapshot = self._order.current(record.event)
-        if snapshot is not None:
-            self._order.join(self._order.thread(record.thread), snapshot)
+        self._learn(record, polled=False)
+
+    def _learn(self, record: EventQuery | EventSync, *, polled: bool) -> None:
+        """The calling thread knows the event's record to be complete."""
+        order = self._order
+        snapshot, thread = order.current(record.event), order.thread(record.thread)
+        if self._foreign.waits(record.event, self._seq):
+            order.suspect(thread)
+        elif snapshot is not None:
+            order.join(thread, snapshot, polled=polled)
 
     def _on_host_sync(self, record: HostSync) -> None:
         order = self._order
@@ -431,10 +455,13 @@ class Analyzer:
 
     def _on_define(self, record: Define) -> None:
         self._names.learn(record)
+        self._foreign.learn(record)
         if record.space is DefineSpace.STREAM:
             self._order.declare(StreamId(record.id), StreamKind(record.value))
         elif record.space is DefineSpace.POOL:
             self._meter.declare_pool(record.id, record.value)
+        elif record.space is DefineSpace.EARLY_SITE:
+            self._early.declare(record.id)
 
 
 def _ignore(record: Record) -> None:

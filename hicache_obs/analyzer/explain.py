@@ -123,10 +123,20 @@ def _proof(finding: Finding) -> str:
         text += f"but op {edge.before} ran on '{edge.waiter}'"
     elif finding.cause is Cause.EARLY_EVENT:
         text += f"; '{edge.waiter}' does wait for '{edge.on}', on an event recorded before op {edge.after} was queued"
+    elif finding.cause is Cause.EVENT_REUSE:
+        text += f"; '{edge.waiter}' does wait, on an event that was recorded after op {edge.after} and then recorded "
+        text += "again elsewhere before the wait, which takes the newest record"
     elif finding.cause is Cause.EVENT_UNRECORDED:
         text += f"; '{edge.waiter}' waits on an event that had never been recorded, which orders nothing"
     elif finding.cause is Cause.RECORDS_LOST:
         text = "records were lost between the two, so an edge may be missing from the trace"
+    elif finding.cause is Cause.SHARED_EVENT:
+        text = "a wait in between is for an event that another process may have recorded; what it orders is not here"
+    elif finding.cause is Cause.SHARED_MEMORY:
+        text = "another process shares this memory and may keep the two apart in a way that is not recorded"
+    elif finding.cause is Cause.EARLY_START:
+        text = f"op {edge.before} may start before op {edge.after} has ended (programmatic dependent launch); "
+        text += "whether it waits inside is not recorded"
     return text
 
 

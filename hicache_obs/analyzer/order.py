@@ -16,6 +16,7 @@ All levels are one list until the first weaker edge appears, so an ordinary trac
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hicache_obs.findings import Proof
@@ -103,6 +104,21 @@ class Order:
     def ledger(self, thread: ThreadId) -> Actor:
         """Actor of a thread's allocator calls, which the thread itself follows."""
         return self._actor("l", thread)
+
+    def early(self, stream: StreamId, slot: int, thread: ThreadId) -> Actor:
+        """Actor of a kernel beside its stream, launched by ``thread``; users of one slot must be in order."""
+        actor = self._actor("e", stream, slot)
+        kind = self._kinds.get(self.stream(stream))
+        if kind is not None:
+            self._kinds[actor] = kind
+        self.issue(actor, self.thread(thread))
+        return actor
+
+    def suspect(self, actor: Actor, others: Iterable[Actor] | None = None) -> None:
+        """``actor`` may follow all that ``others`` (``None``: everybody) did so far, by order that nobody recorded."""
+        self._deepen(DOUBTFUL + 1)
+        for other in range(len(self._clocks)) if others is None else others:
+            self._merge(actor, self._clocks[other], DOUBTFUL)
 
     def _actor(self, space: str, *ident: int) -> Actor:
         key: tuple[str | int, ...] = (space, *ident)

@@ -113,10 +113,10 @@ class Tally:
             key=lambda d: (order.index(d.example.verdict), hazards.index(d.example.hazard), d.example.fingerprint),
         )
 
-    def exit_code(self, lookups: int) -> ExitCode:
-        """Outcome of a check of one trace; ``lookups`` is ``Totals.lookups``."""
+    def exit_code(self, lookups: int, shared: int = 0) -> ExitCode:
+        """Outcome of a check of one trace; ``lookups`` and ``shared`` as in ``Totals``."""
         if any(self.verdicts[v] for v in (Verdict.VIOLATION, Verdict.CONTRADICTION, Verdict.LATENT)):
             return ExitCode.FINDINGS
-        if self.verdicts[Verdict.UNKNOWN] or not lookups:
+        if self.verdicts[Verdict.UNKNOWN] or shared or not lookups:
             return ExitCode.NOTHING_CHECKED
         return ExitCode.CLEAN

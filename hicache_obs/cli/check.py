@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,8 +58,22 @@ class _Report:
     code: ExitCode
 
     @property
+    def undecided(self) -> bool:
+        """Whether something was checked in vain."""
+        return bool(self.keeper.verdicts[Verdict.UNKNOWN] or self.analyzer.totals.shared)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was not looked at and why, in words for the user."""
+        found = [*self.trace.notes, *([self.stalls.note] if self.stalls.note else [])]
+        shared = self.analyzer.totals.shared
+        if shared:
+            found.append(f"{shared} accesses to memory that another process may touch too; its accesses are not here")
+        return found
+
+    @property
     def outcome(self) -> str:
-        if self.code is ExitCode.NOTHING_CHECKED and self.keeper.verdicts[Verdict.UNKNOWN]:
+        if self.code is ExitCode.NOTHING_CHECKED and self.undecided:
             return "unknown"
         return OUTCOMES[self.code]
 
@@ -91,10 +105,10 @@ def _analyse(path: Path) -> _Report:
     analyzer.finish()
     lookups = analyzer.totals.lookups
     stalls = find_stalls(trace)
-    code = keeper.exit_code(lookups)
-    if code is ExitCode.NOTHING_CHECKED and stalls.stalls and not keeper.verdicts[Verdict.UNKNOWN]:
-        code = ExitCode.CLEAN  # collectives were compared: that is a check
-    return _Report(trace, analyzer, keeper, lookups, stalls, code)
+    report = _Report(trace, analyzer, keeper, lookups, stalls, keeper.exit_code(lookups, analyzer.totals.shared))
+    if report.code is ExitCode.NOTHING_CHECKED and stalls.stalls and not report.undecided:
+        return replace(report, code=ExitCode.CLEAN)  # collectives were compared: that is a check
+    return report
 
 
 def _show(report: _Report) -> None:
@@ -105,8 +119,8 @@ def _show(report: _Report) -> None:
         click.echo("\n" + fit(explain(finding, radius), indent=FINDING_INDENT))
     for stall in report.stalls.stalls:
         click.echo(fit(_stall_line(report.trace, stall), indent=2))
-    if report.stalls.note:
-        click.echo(fit(f"  {report.stalls.note}", indent=2))
+    for note in report.notes:
+        click.echo(fit(f"  {note}", indent=2))
     hidden = len(report.keeper.findings) - SHOWN
     if hidden > 0:
         click.echo(f"\n... and {hidden} more; --json lists them all")
@@ -122,6 +136,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "races": _races(report),
         "stalls": [stall.as_json(report.trace) for stall in report.stalls.stalls],
         "ordered": _weakly_ordered(report),
+        "notes": report.notes,
         "ownership": [_race(report.trace, finding) for finding in report.keeper.findings if finding.misuse],
     }
 

@@ -57,9 +57,10 @@ def _findings(trace: Trace) -> list[Finding]:
 
 
 def _first(trace: Trace, findings: list[Finding]) -> tuple[OpId, OpId]:
-    for finding in findings:
-        if finding.proof in (Proof.NONE, Proof.UNKNOWN):
-            return finding.earlier.op, finding.later.op
+    for proof in (Proof.NONE, Proof.UNKNOWN):
+        for finding in findings:
+            if finding.proof is proof:
+                return finding.earlier.op, finding.later.op
     raise TraceError(f"{trace.source}: nothing to replay: no pair of accesses is unordered")
 
 

@@ -165,6 +165,20 @@ class _Program:
         self._id(DefineSpace.POOL, DEFAULT_POOL, value=file.layers or 0)
         for name, stream in file.streams.items():
             self._id(DefineSpace.STREAM, name, value=StreamKind[stream.kind.upper()])
+        for name in file.shared.events:
+            self._mark(DefineSpace.SHARED_EVENT, self._event(name))
+        for name in file.shared.buffers:
+            self._mark(DefineSpace.SHARED_BUFFER, self._id(DefineSpace.BUFFER, name))
+        for name in file.shared.pools:
+            if name == HOST_POOL:
+                self._mark(DefineSpace.SHARED_HOST_POOL, self._id(DefineSpace.HOST_POOL, name))
+            else:
+                self._mark(DefineSpace.SHARED_POOL, self._id(DefineSpace.POOL, name))
+        for name in file.early:
+            self._mark(DefineSpace.EARLY_SITE, self._id(DefineSpace.SITE, name))
+
+    def _mark(self, space: DefineSpace, number: int) -> None:
+        self.defines.append(Define(NO_OP, ThreadId(0), 0, space, number, ""))
 
     def add(self, step: Step) -> None:
         """Append the records of one step."""

@@ -166,12 +166,22 @@ class StreamDeclaration(Struct, forbid_unknown_fields=True, frozen=True):
     kind: Literal["nonblocking", "blocking", "legacy"] = "nonblocking"
 
 
+class Shared(Struct, forbid_unknown_fields=True, frozen=True):
+    """What another process may record or touch; the host pool is called ``host``."""
+
+    events: tuple[Name, ...] = ()
+    buffers: tuple[Name, ...] = ()
+    pools: tuple[Name, ...] = ()
+
+
 class ScenarioFile(Struct, forbid_unknown_fields=True, frozen=True):
     """The keys of a file; those that only describe it may hold anything."""
 
     steps: tuple[msgspec.Raw, ...]
     streams: dict[Name, StreamDeclaration] = {}
     layers: Annotated[int, Meta(ge=1)] | None = None
+    shared: Shared = Shared()
+    early: tuple[Name, ...] = ()
     id: msgspec.Raw = msgspec.Raw()
     title: msgspec.Raw = msgspec.Raw()
     role: msgspec.Raw = msgspec.Raw()

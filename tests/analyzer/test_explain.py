@@ -49,6 +49,7 @@ def test_why_the_waits_that_exist_do_not_help() -> None:
     assert "put the fence on 'L', the stream that runs op 2" in wrong
     assert "on an event recorded before op 1 was queued" in text_of("e=F F:w5 L<e L:w5")
     assert "an event that had never been recorded" in text_of("F:w5 L<e L:w5")
+    assert "recorded again elsewhere before the wait" in text_of("F:w5 e=F e=S L<e L:w5")
     assert "records were lost between the two" in text_of("F:w5 ~3 L:w5")
 
 

@@ -80,6 +80,8 @@ def test_hazard(text: str, hazard: Hazard) -> None:
         ("F:w5 X<<F L:w5", Cause.WRONG_STREAM),
         ("e=F F:w5 L<e L:w5", Cause.EARLY_EVENT),
         ("F:w5 L<e L:w5", Cause.EVENT_UNRECORDED),
+        ("F:w5 e=F e=S L<e L:w5", Cause.EVENT_REUSE),
+        ("e=F F:w5 e=S L<e L:w5", Cause.MISSING_FENCE),  # neither record would have done
         ("F:w5 ~1 L:w5", Cause.RECORDS_LOST),
     ],
 )

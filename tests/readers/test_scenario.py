@@ -519,7 +519,10 @@ def test_step_ids_must_be_there_and_unique(step, text):
         (b"[]", "Expected 'object', got 'array'"),
         (b"{}", "needs key 'steps'"),
         (b'{"steps": {}}', "key 'steps': Expected 'array', got 'object'"),
-        (b'{"steps": [], "stream": {}}', "unknown key 'stream'; known are steps, streams, layers, id, title, "),
+        (
+            b'{"steps": [], "stream": {}}',
+            "unknown key 'stream'; known are steps, streams, layers, shared, early, id, title, ",
+        ),
         (b'{"steps": [], "layers": 0}', "key 'layers': Expected 'int' >= 1"),
         (
             b'{"steps": [], "streams": {"a": {"kind": "fast"}}}',
