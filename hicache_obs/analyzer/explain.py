@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Final
 
+from hicache_obs.analyzer.remedy import RemedyKind, Timeline, public_report, remedies
 from hicache_obs.findings import AccessInfo, BlastRadius, Cause, Finding, Hazard, Timing, Verdict
 
 _STORY: Final = {
@@ -35,11 +36,19 @@ _STORY: Final = {
     ),
 }
 _DEFAULT_STORY: Final = "Two operations touch the same pages, at least one writes, and nothing keeps them apart."
+_REMEDY: Final = {
+    RemedyKind.EVENT: "waiting for the operation alone would have taken",
+    RemedyKind.STREAM: "for its whole stream",
+    RemedyKind.HOST: "in the calling thread",
+}
 _VERB: Final = {"read": "reads", "write": "writes"}
 
 
-def explain(finding: Finding, radius: BlastRadius | None = None) -> str:
-    """Several lines: what happened, what ran where, why nothing orders it, what it spoiled, and how to fix it."""
+def explain(finding: Finding, radius: BlastRadius | None = None, times: Timeline | None = None) -> str:
+    """Several lines: what happened, what ran where, why nothing orders it, what it spoiled, and how to fix it.
+
+    With ``times`` also what each fix would have cost, and a public report of the same kind if one is known.
+    """
     if finding.misuse:
         return _misuse(finding)
     title = f"{finding.fingerprint}  {finding.verdict.value.upper()}  {finding.hazard.value}"
@@ -58,6 +67,7 @@ def explain(finding: Finding, radius: BlastRadius | None = None) -> str:
         f"  proof    {_proof(finding)}",
         *([] if radius is None else [f"  spoiled {_radius(radius)}"]),
         f"  fix      {_fix(finding)}",
+        *([] if times is None else _context(finding, times)),
     ]
     return "\n".join(lines)
 
@@ -159,6 +169,23 @@ def _radius(radius: BlastRadius) -> str:
 def _count(things: Sized, noun: str) -> str:
     number = len(things)
     return f"{number} {noun}{'' if number == 1 else 's'}" if number else ""
+
+
+def _context(finding: Finding, times: Timeline) -> list[str]:
+    """What the fixes cost, and who has met the like."""
+    lines = []
+    costs = [
+        f"{_REMEDY[remedy.kind]} {remedy.delay_ns / 1e3:,.1f} us"
+        for remedy in remedies(finding, times)
+        if remedy.delay_ns is not None
+    ]
+    if costs:
+        how = "measured" if times.measured else "planned"
+        lines.append(f"  cost     {', '.join(costs)}, from {how} times")
+    report = public_report(finding)
+    if report:
+        lines.append(f"  report   {report} is of the same kind")
+    return lines
 
 
 def _fix(finding: Finding) -> str:

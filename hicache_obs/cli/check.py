@@ -11,6 +11,7 @@ from typing import Any, Final
 import click
 
 from hicache_obs.analyzer import Analyzer, explain
+from hicache_obs.analyzer.remedy import Timeline, public_report, remedies, timeline
 from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
@@ -55,6 +56,7 @@ class _Report:
     keeper: _Keeper
     pairs_checked: int
     stalls: StallReport
+    times: Timeline
     code: ExitCode
 
     @property
@@ -105,7 +107,9 @@ def _analyse(path: Path) -> _Report:
     analyzer.finish()
     lookups = analyzer.totals.lookups
     stalls = find_stalls(trace)
-    report = _Report(trace, analyzer, keeper, lookups, stalls, keeper.exit_code(lookups, analyzer.totals.shared))
+    times = timeline(trace) if keeper.findings else Timeline()
+    code = keeper.exit_code(lookups, analyzer.totals.shared)
+    report = _Report(trace, analyzer, keeper, lookups, stalls, times, code)
     if report.code is ExitCode.NOTHING_CHECKED and stalls.stalls and not report.undecided:
         return replace(report, code=ExitCode.CLEAN)  # collectives were compared: that is a check
     return report
@@ -116,7 +120,7 @@ def _show(report: _Report) -> None:
     click.echo(fit(summary, indent=FINDING_INDENT))
     for finding in report.keeper.findings[:SHOWN]:
         radius = None if finding.misuse else report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
-        click.echo("\n" + fit(explain(finding, radius), indent=FINDING_INDENT))
+        click.echo("\n" + fit(explain(finding, radius, report.times), indent=FINDING_INDENT))
     for stall in report.stalls.stalls:
         click.echo(fit(_stall_line(report.trace, stall), indent=2))
     for note in report.notes:
@@ -159,6 +163,7 @@ def _races(report: _Report) -> list[dict[str, Any]]:
         if finding.misuse:
             continue
         race = _race(trace, finding)
+        race |= _remedies(report, finding)
         race["tainted"] = _tainted(trace, report.analyzer.blast_radius((finding.earlier.op, finding.later.op)))
         known = races.setdefault(tuple(race["between"]), race)
         if known is not race:
@@ -181,6 +186,22 @@ def _race(trace: Trace, finding: Finding) -> dict[str, Any]:
         "verdict": finding.verdict.value,
         "cause": finding.cause.value,
     }
+
+
+def _remedies(report: _Report, finding: Finding) -> dict[str, Any]:
+    """What would order a pair, cheapest first, with what it would have cost; and a public report of the same kind."""
+    found = [
+        {
+            "kind": remedy.kind.value,
+            "on": remedy.on,
+            "after": _step(report.trace, remedy.after),
+            "waiter": remedy.waiter,
+            "before": _step(report.trace, remedy.before),
+            "delay_us": None if remedy.delay_ns is None else remedy.delay_ns / 1000,
+        }
+        for remedy in remedies(finding, report.times)
+    ]
+    return {"remedies": found, "report": public_report(finding) or None}
 
 
 def _tainted(trace: Trace, radius: BlastRadius) -> dict[str, Any]:
