@@ -69,6 +69,8 @@ from hicache_obs.records import (
 from hicache_obs.trace import Names
 
 PRUNE_EVERY: Final = 512
+MAX_ENDED: Final = 1024
+"""Transfers in no stream whose end a further thread may still learn of."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +130,7 @@ class Analyzer:
         self._channels = Channels(self._order)
         self._blocks = Blocks(self._order)
         self._ios: dict[int, int] = {}
+        self._ended: dict[int, Snapshot] = {}
         self._io_slots: list[int] = []
         self._seq = 0
         self.totals = Totals()
@@ -276,6 +279,7 @@ class Analyzer:
         thread = order.thread(record.thread)
         slot = self._io_slot(thread)
         self._ios[record.io] = slot
+        self._ended.pop(record.io, None)
         actor = order.io(slot)
         order.follow(actor, thread)
         self._verdicts.settle(
@@ -294,9 +298,16 @@ class Analyzer:
         return self._io_slots[-1]
 
     def _on_io_end(self, record: IoEnd) -> None:
+        order = self._order
+        thread = order.thread(record.thread)
         slot = self._ios.pop(record.io, None)
         if slot is not None:
-            self._order.follow(self._order.thread(record.thread), self._order.io(slot))
+            order.follow(thread, order.io(slot))
+            self._ended[record.io] = order.note(order.io(slot), self._seq)
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+        elif record.io in self._ended:  # another thread learns of the same end
+            order.join(thread, self._ended[record.io])
 
     def _enter(
         self,

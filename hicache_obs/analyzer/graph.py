@@ -317,7 +317,7 @@ class Graph:
         )
 
     def _on_io_end(self, record: IoEnd) -> None:
-        self._learn(record, self._ios.pop(record.io, None))
+        self._learn(record, self._ios.get(record.io))
 
     def _on_post(self, record: ThreadPost) -> None:
         self._channels[record.channel].append(self._host.get(record.thread))
