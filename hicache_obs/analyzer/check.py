@@ -279,7 +279,6 @@ class Analyzer:
         thread = order.thread(record.thread)
         slot = self._io_slot(thread)
         self._ios[record.io] = slot
-        self._ended.pop(record.io, None)
         actor = order.io(slot)
         order.follow(actor, thread)
         self._verdicts.settle(

@@ -168,11 +168,9 @@ class _Writer:
 
     def _end_io(self) -> None:
         if self._open_ios:
-            place = self._rng.randrange(len(self._open_ios))
-            io = self._open_ios[place]
-            if self._rng.random() < 0.7:  # else another thread may learn of the same end
-                del self._open_ios[place]
-            self.records.append(IoEnd(*self._head(), io))
+            io = self._open_ios.pop(self._rng.randrange(len(self._open_ios)))
+            for _ in range(self._rng.choice((1, 1, 2))):  # another thread may learn of the same end
+                self.records.append(IoEnd(*self._head(), io))
 
     def _post(self) -> None:
         channel = self._rng.randrange(2)

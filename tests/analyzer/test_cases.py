@@ -105,6 +105,23 @@ def test_pairs_that_a_poll_alone_orders_are_listed(path: Path, capsys: pytest.Ca
     assert bool(polled) == path.stem.startswith(("04-", "19-", "20-"))
 
 
+def test_a_pair_that_races_is_not_listed_as_polled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One entry of the replay is known to be over, the other is not: as steps, the pair races."""
+    nodes = [{"writes": [5]}, {"event_record": "e"}, {"writes": [6]}]
+    steps: list[dict[str, Any]] = [
+        {"op": "graph_replay", "graph": "g", "stream": "a", "nodes": nodes},
+        {"op": "event_query", "event": "e", "result": True},
+        {"op": "kernel", "stream": "b", "writes": [5, 6]},
+    ]
+    path = tmp_path / "both.json"
+    for pages, raced, polled in (([5, 6], 1, 0), ([5], 0, 1)):
+        steps[2]["writes"] = pages
+        path.write_text(json.dumps({"steps": [{"id": f"s{n}", **step} for n, step in enumerate(steps, 1)]}))
+        main(["check", "--json", str(path)])
+        report = json.loads(capsys.readouterr().out)
+        assert (len(report["races"]), len(report["ordered"])) == (raced, polled)
+
+
 @every_case
 def test_ordered_pairs_are_not_reported(path: Path) -> None:
     """What the report calls safe is safe."""

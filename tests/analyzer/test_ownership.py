@@ -96,6 +96,7 @@ def test_each_page_is_reported_once_per_epoch() -> None:
     assert causes("h+5,6 F:w5,6 h-5,6 F:w5 F:w5 F:w6") == [USED, USED]
     assert causes("h+5 F:w5 h-5 F:w5 h+5 h-5 F:w5") == [USED, USED]
     assert causes("h+5,6 F:r5 F:r5 F:r5,6") == [UNWRITTEN, UNWRITTEN]
+    assert causes("h+5 h-5 F:w5 h+5 F:r5") == [USED, UNWRITTEN]  # a write after the free is nothing the next owner has
 
 
 def test_layers_of_one_transfer_are_judged_again_after_a_free() -> None:

@@ -92,6 +92,19 @@ def test_stated_durations_are_planned() -> None:
     assert [remedy.delay_ns for remedy in found(many)] == [None, None, None]
 
 
+def test_what_never_runs_costs_nothing_that_could_be_told() -> None:
+    """The second operation is behind a collective that the other rank does not enter."""
+    enter = {"op": "collective", "group": "tp", "name": "a", "rank": 0, "thread": "r0"}
+    steps = [
+        {"op": "kernel", "stream": "a", "writes": [5]},
+        enter,
+        {**enter, "name": "b", "rank": 1, "thread": "r1"},
+        {"op": "kernel", "stream": "b", "writes": [5], "thread": "r0"},
+    ]
+
+    assert [remedy.delay_ns for remedy in found(scenario(steps))[:2]] == [None, None]
+
+
 def test_an_access_in_no_stream_leaves_the_thread_to_wait() -> None:
     put = {"op": "io_begin", "io": "p", "kind": "storage_write", "reads_host": [5], "dur_us": 50}
     save = {"op": "memcpy", "kind": "d2h", "stream": "a", "device_pages": [1], "host_pages": [5]}
