@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+import torch
+
 from hicache_obs.controller.cache_controller import CacheController, SubmittedTransfer
 from hicache_obs.controller.engine import Engine
 from hicache_obs.controller.fence_policy import FencePolicy
@@ -87,17 +89,22 @@ class CopiesElsewhere(TransferEngine):
 
 
 class StartsAtOnce(TransferEngine):
-    """Copies do not wait for the event after which their index tensors are filled."""
+    """Copies do not wait for the event after which their index tensors are filled.
+
+    The tensors are filled by the host as well: what a copy makes of a wild index is not the same in every run.
+    """
 
     def submit_host_to_device(
         self, move: PageMove, *, start_event: Event, on_layer_done: Callable[[int], None]
     ) -> Event:
         """See ``TransferEngine.submit_host_to_device``."""
+        move.device_index.copy_(torch.from_numpy(move.device_pages))
         start_event = self.device.Event()  # never recorded: a wait for it is a no-op
         return super().submit_host_to_device(move, start_event=start_event, on_layer_done=on_layer_done)
 
     def submit_device_to_host(self, move: PageMove, *, start_event: Event) -> Event:
         """See ``TransferEngine.submit_device_to_host``."""
+        move.device_index.copy_(torch.from_numpy(move.device_pages))
         return super().submit_device_to_host(move, start_event=self.device.Event())
 
 
