@@ -225,7 +225,7 @@ class Recorder:
         self._emit(lambda op, thread, now: HostAccess(op, thread, now, self._site(site), layers, accesses))
 
     def thread_post(self, channel: int) -> None:
-        """The calling thread hands what it knows to whoever receives from ``channel`` next. Partner of ``thread_recv``."""
+        """The calling thread hands what it knows to a receiver on ``channel``. Partner of ``thread_recv``."""
         self._emit(lambda op, thread, now: ThreadPost(op, thread, now, channel))
 
     def thread_recv(self, channel: int) -> None:

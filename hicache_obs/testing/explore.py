@@ -57,6 +57,8 @@ MAX_CALLS: Final = 100_000
 PREEMPTIONS: Final = 2
 
 Program = Callable[[World], None]
+_Checks = dict[bytes, Counter[Hazard]]
+"""``Execution.checks`` by ``Execution.work``, on which alone they depend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Execution:
         findings: What the analyzer reports for it, for all device schedules.
         error: What the program raised, in one line; empty if it came to its end.
         records: Its trace, without device times.
+        history, work: Digests of what the host did, and of the work it submitted with its pages.
         checks: Pairs of accesses by hazard that nothing but waits and observations of the host keeps in order.
         weak: Pairs that only the answer of a query orders.
         lookups: Pages of any operation that had an earlier access.
@@ -105,6 +108,8 @@ class Execution:
     findings: tuple[Finding, ...]
     error: str
     records: tuple[AnyRecord, ...]
+    history: bytes
+    work: bytes
     checks: Counter[Hazard]
     weak: int
     lookups: int
@@ -151,8 +156,8 @@ class Exploration:
 
     Attributes:
         bounds: Of each run.
-        exhausted: Every choice was followed to its end, within the bounds.
         runs: Runs made.
+        open: Branches not followed yet.
         queries, turns: Choice points: queries with two answers, calls with several threads to go on.
         forced: Queries of all runs whose answer was known before, so that there was nothing to choose.
         bounded_queries, bounded_turns: Of all runs; see ``Execution``. If both are 0, the bounds cut nothing off.
@@ -166,8 +171,8 @@ class Exploration:
     """
 
     bounds: Bounds
-    exhausted: bool = False
     runs: int = 0
+    open: int = 0
     queries: int = 0
     turns: int = 0
     forced: int = 0
@@ -182,6 +187,18 @@ class Exploration:
     failures: dict[str, Failure] = field(default_factory=dict)
     _histories: set[bytes] = field(default_factory=set)
     _workloads: set[bytes] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, run: Execution, bounds: Bounds) -> Exploration:
+        """What one run alone shows; its other branches do not count as open."""
+        found = cls(bounds)
+        found.add(run, run.made)
+        return found
+
+    @property
+    def exhausted(self) -> bool:
+        """Every choice was followed to its end, within the bounds."""
+        return not self.open
 
     @property
     def choice_points(self) -> int:
@@ -232,8 +249,8 @@ class Exploration:
         self.checks += run.checks
         self.weak += run.weak
         self.lookups += run.lookups
-        self._histories.add(_digest(run.records, work_only=False))
-        self._workloads.add(_digest(run.records, work_only=True))
+        self._histories.add(run.history)
+        self._workloads.add(run.work)
         for finding in run.findings:
             if finding.verdict is Verdict.UNKNOWN:
                 self.unknown += 1
@@ -272,19 +289,20 @@ def explore(
         raise ConfigError(f"max_runs: {max_runs}; expected an integer ≥ 1")
     bounds = bounds or Bounds()
     found = Exploration(bounds)
+    checks: _Checks = {}
     todo = [Prefix()]
     while todo and found.runs < max_runs:
         prefix = todo.pop()
         script = Script(prefix.text, prefix.base[: prefix.at + 1])
-        run = _execute(program, script, bounds)
+        run = _execute(program, script, bounds, checks)
         since = len(prefix.text)
+        todo += script.branches(since)
         found.add(run, run.made[since:])
+        found.open = len(todo)
         if on_run is not None:
             on_run(found, run)
-        todo += script.branches(since)
         if stop and (found.races or found.failures):
             break
-    found.exhausted = not todo
     return found
 
 
@@ -295,7 +313,7 @@ def execute(program: Program, choices: str, *, bounds: Bounds | None = None) -> 
         ConfigError: A choice is none of the options at that place, or there are more than the run comes to.
     """
     script = Script(choices)
-    run = _execute(program, script, bounds or Bounds())
+    run = _execute(program, script, bounds or Bounds(), {})
     if script.unused:
         raise ConfigError(
             f"choices {choices!r}: must be {len(run.made)} at most, the run has no more choice points "
@@ -343,7 +361,7 @@ class _Oracle:
         return self._script.choose(f"query of {item}", QUERY_OPTIONS) == "1"
 
 
-def _execute(program: Program, script: Script, bounds: Bounds) -> Execution:
+def _execute(program: Program, script: Script, bounds: Bounds, checks: _Checks) -> Execution:
     oracle = _Oracle(script, bounds.max_false)
     turns = Turns(script, preemptions=bounds.preemptions, max_calls=bounds.max_calls)
     trace = _Trace()
@@ -366,14 +384,19 @@ def _execute(program: Program, script: Script, bounds: Bounds) -> Execution:
     if script.fault is not None:
         raise script.fault
     sink, lookups = _judge(trace.records)
-    unordered, _ = _judge(record for record in trace.records if not isinstance(record, _ORDERING))
+    work = _digest(trace.records, work_only=True)
+    if work not in checks:
+        unordered, _ = _judge(record for record in trace.records if not isinstance(record, _ORDERING))
+        checks[work] = Counter(finding.hazard for finding in unordered.findings)
     return Execution(
         choices=script.text,
         made=tuple(script.made),
         findings=tuple(sink.findings),
         error=error,
         records=tuple(trace.records),
-        checks=Counter(finding.hazard for finding in unordered.findings),
+        history=_digest(trace.records, work_only=False),
+        work=work,
+        checks=checks[work],
         weak=sink.weak.total(),
         lookups=lookups,
         forced=oracle.known,

@@ -27,12 +27,8 @@ class LeavesOut:
     """A fence policy, but for transfers of one purpose."""
 
     def __init__(self, policy: FencePolicy, purpose: Purpose) -> None:
+        self.name = policy.name
         self._policy, self._purpose = policy, purpose
-
-    @property
-    def name(self) -> str:
-        """The policy's."""
-        return self._policy.name
 
     def fence(self, transfer_stream: Stream, fence_stream: Stream | None, pages: PageIds, purpose: Purpose) -> None:
         """See ``FencePolicy.fence``."""

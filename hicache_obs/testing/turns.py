@@ -178,5 +178,3 @@ class Turns:
     def _deadlock(self) -> str:
         waits = [f"{task.name} waits for {task.why}" for task in self._tasks if not task.done]
         return f"no host thread can go on: {'; '.join(waits)}"
-
-

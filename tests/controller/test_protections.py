@@ -12,6 +12,7 @@ import pytest
 
 from hicache_obs.controller.cache_controller import CacheController, CacheOperation
 from hicache_obs.controller.engine import Engine
+from hicache_obs.controller.radix_cache import Node
 from hicache_obs.errors import PagePinned
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
 from hicache_obs.records import Direction, PageIds, Purpose
