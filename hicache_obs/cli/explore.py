@@ -32,6 +32,8 @@ PROTECTIONS: Final = (
 )  # fmt: skip
 """Names of ``hicache_obs.testing.protections``, which imports torch."""
 _OUTCOMES: Final = {ExitCode.CLEAN: "clean", ExitCode.FINDINGS: "findings", ExitCode.NOTHING_CHECKED: "not-decided"}
+MAX_RUNS: Final = 10_000
+PREEMPTIONS: Final = 2
 SHOWN: Final = 10
 """Races and errors explained in full; the rest are counted."""
 
@@ -56,8 +58,8 @@ class _Subject:
 
     def replay(self, choices: str, preemptions: int) -> str:
         """The command that makes one run again."""
-        bounds = ("--preemptions", str(preemptions), "--choices", choices)
-        return shlex.join(("hicache-obs", "explore", *self.arguments, *bounds))
+        bound = () if preemptions == PREEMPTIONS else ("--preemptions", str(preemptions))
+        return shlex.join(("hicache-obs", "explore", *self.arguments, *bound, "--choices", choices))
 
 
 @click.command("explore")
@@ -70,11 +72,11 @@ class _Subject:
     help=f"Built-in program: take a protection out; repeatable. One of {', '.join(PROTECTIONS)}.",
 )  # fmt: skip
 @click.option(
-    "--max-runs", type=click.IntRange(min=1), default=10_000, show_default=True, metavar="N",
+    "--max-runs", type=click.IntRange(min=1), default=MAX_RUNS, show_default=True, metavar="N",
     help="Budget. Exit code 3 if runs are missing by then and nothing was found.",
 )  # fmt: skip
 @click.option(
-    "--preemptions", type=click.IntRange(min=0), default=2, show_default=True, metavar="N",
+    "--preemptions", type=click.IntRange(min=0), default=PREEMPTIONS, show_default=True, metavar="N",
     help="How often a host thread that could go on may be interrupted, in one run.",
 )  # fmt: skip
 @click.option("--stop", is_flag=True, help="Stop at the first run with a finding.")

@@ -92,7 +92,7 @@ class Execution:
         choices: What it chose; ``execute(program, choices)`` is the same run again.
         made: The same, with what there was to choose.
         findings: What the analyzer reports for it, for all device schedules.
-        error: What the program raised, in one line; empty if it came to its end.
+        error: What the program raised; empty if it came to its end.
         records: Its trace, without device times.
         history, work: Digests of what the host did, and of the work it submitted with its pages.
         checks: Pairs of accesses by hazard that nothing but waits and observations of the host keeps in order.
@@ -137,10 +137,10 @@ class Race:
 
 @dataclass(slots=True)
 class Failure:
-    """Runs that ended with one error.
+    """Runs that ended with one error: the first line of its text is the same.
 
     Attributes:
-        error: What the program raised, in one line.
+        error: What the program raised in the first of them.
         choices: Of the first such run.
         runs: How many there were.
     """
@@ -167,7 +167,7 @@ class Exploration:
         lookups: Pages of any operation that had an earlier access, over all runs; 0 means that nothing was checked.
         races: By fingerprint.
         unknown: Pairs that could not be decided; 0, as nothing is lost here.
-        failures: By error.
+        failures: By the first line of the error.
     """
 
     bounds: Bounds
@@ -260,7 +260,8 @@ class Exploration:
         for name in {finding.fingerprint for finding in run.findings} & self.races.keys():
             self.races[name].runs += 1
         if run.error:
-            self.failures.setdefault(run.error, Failure(run.error, run.choices)).runs += 1
+            name = run.error.partition("\n")[0]  # what follows may hold addresses, which differ from run to run
+            self.failures.setdefault(name, Failure(run.error, run.choices)).runs += 1
 
 
 def explore(
