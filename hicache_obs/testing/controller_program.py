@@ -31,8 +31,8 @@ WORKLOAD: Final = (
     ("aagg", 1),
     ("aaggy", 2),
 )
-"""Prompts, one letter per token, and output lengths. A page holds two tokens: two requests barely fit the pool, prefixes
-come back after they were evicted, and host pages are used again."""
+"""Prompts, one letter per token, and output lengths. A page holds two tokens: two requests barely fit the pool,
+prefixes come back after they were evicted, and host pages are used again."""
 PAGES: Final = 6
 _CONFIG: Final = EngineConfig(
     runner="pattern",

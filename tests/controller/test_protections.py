@@ -92,6 +92,28 @@ def test_with_every_protection_nothing_is_found(lab, runner, fence):
     assert run.engine.scheduler.counters.retractions > 0
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_acknowledgements_by_query_need_no_other_protection(lab, schedule):
+    requests = lab.requests(seed=3)
+    run = lab.run(requests, backend=f"virtual-{schedule}", poll_acks=True, **SETUP)
+    assert run.findings == []
+    assert run.corrupted == []
+    assert run.sink.weak == {}
+    assert run.outputs == lab.reference(requests)
+
+
+def test_acknowledgements_by_query_depend_on_the_device(lab):
+    """By step they do not: the same rounds, whatever the device does."""
+    requests = lab.requests(seed=3)
+
+    def retractions(*, poll_acks: bool) -> set[tuple[int, int]]:
+        runs = [lab.run(requests, backend=f"virtual-{s}", poll_acks=poll_acks, **SETUP) for s in ("eager", "lazy")]
+        return {(run.engine.scheduler.counters.rounds, run.engine.scheduler.counters.retractions) for run in runs}
+
+    assert len(retractions(poll_acks=False)) == 1
+    assert len(retractions(poll_acks=True)) == 2
+
+
 @pytest.mark.parametrize(("name", "fence"), CASES)
 def test_without(lab, name, fence):
     """One protection less: its hazard, its cause, and pages that are really spoiled."""

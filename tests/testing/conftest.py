@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from hicache_obs.records import Direction, Mode, Work, device, page_ids
@@ -34,5 +33,3 @@ def pages() -> Pages:
 
 def _nothing() -> None:
     pass
-
-

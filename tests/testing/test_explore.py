@@ -1,4 +1,4 @@
-"""Exploration of what a query may answer: what is branched, what is forced, what is found, and what is said about it."""
+"""Exploration of what a query may answer: what is branched, what is forced, what is found, and what is said of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hicache_obs.findings import ExitCode, Hazard
 from hicache_obs.records import EventQuery
 from hicache_obs.testing import Bounds, Exploration, World, execute, explore, races
 
-# -- the pair: a branch that races, and the same with one edge ----------------------------------------------------------
+# -- the pair: a branch that races, and the same with one edge --------------------------------------------------------
 
 
 def restore_while_writing(pages, *, fixed: bool):
@@ -56,7 +56,7 @@ def test_one_run_again(pages):
     assert [(choice.taken, choice.options) for choice in again.made] == [("0", "10")]
 
 
-# -- forced answers -----------------------------------------------------------------------------------------------------
+# -- forced answers ---------------------------------------------------------------------------------------------------
 
 
 def answers(found_in) -> list[tuple[bool, ...]]:
@@ -169,7 +169,7 @@ def test_a_true_answer_orders_and_a_false_one_does_not(pages):
     assert len(execute(program, "0").findings) == 1
 
 
-# -- polling loops ------------------------------------------------------------------------------------------------------
+# -- polling loops ----------------------------------------------------------------------------------------------------
 
 
 def test_a_polling_loop_ends(pages):
@@ -204,7 +204,7 @@ def test_a_limited_number_of_attempts_has_its_way_out(pages):
     assert (cut.exit_code, cut.bounded_queries) == (ExitCode.CLEAN, 1)
 
 
-# -- against an independent count ---------------------------------------------------------------------------------------
+# -- against an independent count -------------------------------------------------------------------------------------
 
 
 def random_program(seed: int):
@@ -303,7 +303,7 @@ def known_only(steps, full) -> tuple[bool, ...]:
     )
 
 
-# -- budget, bounds and mistakes ----------------------------------------------------------------------------------------
+# -- budget, bounds and mistakes --------------------------------------------------------------------------------------
 
 
 def independent(n: int):
@@ -392,7 +392,7 @@ def test_a_program_that_differs_from_run_to_run_is_refused():
         world.device.Stream("a").record_event().query()
         world.device.Stream(f"b{run}").record_event().query()
 
-    with pytest.raises(StreamError, match="not the same in every run: choice 2 was .*'b0'.*now .*'b1'"):
+    with pytest.raises(StreamError, match=r"not the same in every run: choice 2 was .*'b0'.*now .*'b1'"):
         explore(program)
 
 

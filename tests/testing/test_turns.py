@@ -12,7 +12,7 @@ from hicache_obs.records import ThreadPost, ThreadRecv
 from hicache_obs.testing import Bounds, World, execute, explore
 from hicache_obs.testing.turns import Turns
 
-# -- hand-overs ---------------------------------------------------------------------------------------------------------
+# -- hand-overs -------------------------------------------------------------------------------------------------------
 
 
 def hand_over(pages, *, after_the_sync: bool):
@@ -119,7 +119,7 @@ def test_what_a_maker_learns_later_its_thread_does_not_know(pages):
     assert explore(program).races != {}
 
 
-# -- preemptions --------------------------------------------------------------------------------------------------------
+# -- preemptions ------------------------------------------------------------------------------------------------------
 
 
 def check_then_act(pages, *, claimed_first: bool):
@@ -222,7 +222,7 @@ def test_queries_and_threads_are_chosen_together(pages):
     assert {(True, True), (True, False), (False, True)} <= seen
 
 
-# -- what goes wrong ----------------------------------------------------------------------------------------------------
+# -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 def test_threads_that_wait_for_each_other():
