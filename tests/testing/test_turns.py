@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from hicache_obs.findings import ExitCode, Hazard
-from hicache_obs.records import ThreadPost, ThreadRecv
+from hicache_obs.records import ThreadPost, ThreadRecv, Work
 from hicache_obs.testing import Bounds, World, execute, explore
 from hicache_obs.testing.turns import Turns
 
@@ -166,6 +166,51 @@ def test_preemptions_left_out_are_counted(pages):
     assert explore(program, bounds=Bounds(preemptions=20)).bounded_turns == 0
 
 
+CALLS = {
+    "launch": lambda world, stream, event: world.device.launch(lambda: None, Work("op")),
+    "record": lambda world, stream, event: event.record(stream),
+    "record_event": lambda world, stream, event: stream.record_event(),
+    "wait": lambda world, stream, event: event.wait(stream),
+    "wait_event": lambda world, stream, event: stream.wait_event(event),
+    "wait_stream": lambda world, stream, event: stream.wait_stream(world.device.current_stream()),
+    "query": lambda world, stream, event: event.query(),
+    "query of a stream": lambda world, stream, event: stream.query(),
+    "synchronize": lambda world, stream, event: event.synchronize(),
+    "synchronize of a stream": lambda world, stream, event: stream.synchronize(),
+    "synchronize of the device": lambda world, stream, event: world.device.synchronize(),
+    "elapsed_time": lambda world, stream, event: event.elapsed_time(timed(world, stream)),
+    "post": lambda world, stream, event: world.channel().post(1),
+    "switch": lambda world, stream, event: world.switch(),
+}
+
+
+def timed(world, stream):
+    """A complete timing event."""
+    event = world.device.Event(enable_timing=True)
+    event.record(stream)
+    stream.synchronize()
+    return event
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_is_a_place_to_change_over(name):
+    orders: set[str] = set()
+
+    def program(world: World) -> None:
+        log: list[str] = []
+        stream = world.device.Stream("a")
+        event = timed(world, stream)
+        thread = world.spawn(lambda: log.append("other"), name="other")
+        log.append("before")
+        CALLS[name](world, stream, event)
+        log.append("after")
+        thread.join()
+        orders.add(" ".join(log))
+
+    assert explore(program).failures == {}
+    assert orders == {"before other after", "before after other"}
+
+
 @pytest.mark.parametrize(("preemptions", "expected"), [(0, 2), (1, 6), (99, 20)])
 def test_all_interleavings(preemptions, expected):
     """Two threads of three calls each: all 20 orders, and with few preemptions those that need no more."""
@@ -265,6 +310,26 @@ def test_a_failed_run_leaves_no_thread_behind():
     before = threading.active_count()
     assert "ValueError: enough" in explore(program).failures
     assert threading.active_count() == before
+
+
+def test_a_run_that_is_over_makes_no_calls():
+    """A thread that cleans up on its way out gets no further than its first call."""
+    reached: list[int] = []
+
+    def program(world: World) -> None:
+        def body() -> None:
+            try:
+                world.channel("never").receive()
+            finally:
+                world.device.Stream("a").record_event()
+                reached.append(1)
+
+        world.spawn(body, name="worker")
+        world.device.synchronize()
+        raise ValueError("enough")
+
+    assert explore(program, bounds=Bounds(preemptions=9)).failures.keys() == {"ValueError: enough"}
+    assert reached == []
 
 
 def test_threads_that_are_not_joined_run_to_their_ends():
