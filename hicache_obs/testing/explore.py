@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hicache_obs.analyzer import Analyzer, explain
-from hicache_obs.errors import ConfigError, DeadlockError
+from hicache_obs.errors import ConfigError, DeadlockError, StreamError
 from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict
 from hicache_obs.recorder.nvtx_ranges import NoRanges
 from hicache_obs.recorder.recorded import Recorder
@@ -296,6 +296,11 @@ def explore(
         prefix = todo.pop()
         script = Script(prefix.text, prefix.base[: prefix.at + 1])
         run = _execute(program, script, bounds, checks)
+        if script.unused:
+            raise StreamError(
+                f"the program is not the same in every run: it ended after {len(run.made)} of the choices "
+                f"{prefix.text}; it must not depend on time, addresses, or anything else outside it"
+            )
         since = len(prefix.text)
         todo += script.branches(since)
         found.add(run, run.made[since:])
@@ -384,6 +389,9 @@ def _execute(program: Program, script: Script, bounds: Bounds, checks: _Checks) 
         turns.close()
     if script.fault is not None:
         raise script.fault
+    counters = recorder.counters
+    assert not counters.errors, "the recorder failed, so this run proves nothing"
+    assert not counters.uncertain, "a call was interrupted by another thread, though threads take turns"
     sink, lookups = _judge(trace.records)
     work = _digest(trace.records, work_only=True)
     if work not in checks:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+
+from hicache_obs.errors import StreamError
 from hicache_obs.recorder.recorded import RecordedDevice, RecordedEvent, RecordedStream, Recorder
 from hicache_obs.records import Purpose, StreamId, Work
 from hicache_obs.streams import protocol
@@ -93,7 +96,13 @@ class TurnDevice(RecordedDevice):
         super().synchronize()
 
     def launch(self, fn: Callable[[], None], work: Work, *, probe: protocol.Probe | None = None) -> None:
-        """See ``protocol.Device.launch``."""
+        """See ``protocol.Device.launch``. StreamError if ``work`` names pages by something else than an int64 array."""
+        for access in work.accesses:
+            ids: object = access.ids
+            if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1):
+                raise StreamError(
+                    f"launch of {work.site!r}: accesses name {ids!r}; expected an (n,) int64 array, as page_ids makes"
+                )
         self.turns.call(f"launch of {work.site!r}")
         super().launch(fn, work, probe=probe)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from hicache_obs.errors import ConfigError, StreamError
 from hicache_obs.findings import ExitCode, Hazard
-from hicache_obs.records import EventQuery
+from hicache_obs.records import EventQuery, Mode, Work, device
 from hicache_obs.testing import Bounds, Exploration, World, execute, explore, races
 
 # -- the pair: a branch that races, and the same with one edge --------------------------------------------------------
@@ -367,8 +368,6 @@ def test_what_the_program_raises_is_a_failure_of_its_run():
 
 def test_what_a_launched_function_raises_is_a_failure_too():
     def program(world: World) -> None:
-        from hicache_obs.records import Work
-
         world.device.launch(lambda: 1 / 0, Work("divide"))
 
     assert "ZeroDivisionError" in explore(program).explain()
@@ -394,6 +393,26 @@ def test_a_program_that_differs_from_run_to_run_is_refused():
 
     with pytest.raises(StreamError, match=r"not the same in every run: choice 2 was .*'b0'.*now .*'b1'"):
         explore(program)
+
+
+def test_a_program_that_ends_earlier_in_a_later_run_is_refused():
+    runs = itertools.count()
+
+    def program(world: World) -> None:
+        independent(2 if not next(runs) else 0)(world)
+
+    with pytest.raises(StreamError, match="not the same in every run: it ended after 0 of the choices 10"):
+        explore(program)
+
+
+@pytest.mark.parametrize("ids", [[5], (5,), np.array([5], np.int32), np.array([[5]])])
+def test_pages_that_are_no_array_are_refused(ids):
+    def program(world: World) -> None:
+        world.device.launch(lambda: None, Work("op", (device(Mode.WRITE, ids),)))
+
+    (failure,) = explore(program).failures.values()
+    assert failure.error.startswith("StreamError: launch of 'op': accesses name ")
+    assert failure.error.endswith("; expected an (n,) int64 array, as page_ids makes")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from hicache_obs.findings import ExitCode, Hazard
 from hicache_obs.records import ThreadPost, ThreadRecv, Work
-from hicache_obs.testing import Bounds, World, execute, explore
+from hicache_obs.testing import Bounds, World, execute, explore, races
 from hicache_obs.testing.turns import Turns
 
 # -- hand-overs -------------------------------------------------------------------------------------------------------
@@ -83,6 +83,18 @@ def test_a_value_seen_by_chance_orders_nothing(pages, through, racy):
         thread.join()
 
     assert bool(explore(program).races) == racy
+
+
+@pytest.mark.parametrize("after_the_sync", [True, False])
+def test_an_independent_judge_finds_the_same_races_in_every_order(pages, after_the_sync):
+    judged = []
+
+    def on_run(_, run) -> None:
+        judged.append({(f.earlier.op, f.later.op) for f in run.findings} == races(run.records, polled=True))
+
+    explore(hand_over(pages, after_the_sync=after_the_sync), on_run=on_run)
+    assert len(judged) > 5
+    assert all(judged)
 
 
 def test_a_thread_knows_what_its_maker_knew_and_a_join_tells(pages):
