@@ -4,8 +4,9 @@ Life of a load-back: ``load`` claims host-only nodes and gives them device pages
 queued into one transfer, fences it, submits it and returns a ticket for the round that will consume it;
 ``acknowledge`` synchronises with its end and unpins the nodes. Write-backs likewise, without a ticket.
 
-Everything runs on the scheduler's thread. Acknowledgements are taken at a fixed distance in scheduler steps, not
-when a query happens to succeed, so the host's decisions never depend on device timing.
+Everything runs on the scheduler's thread. ``acknowledge`` waits for transfers at a fixed distance in scheduler steps,
+so the host's decisions never depend on device timing; ``acknowledge_complete`` takes what a query shows to be over,
+which frees pages earlier and makes them depend on it.
 """
 
 from __future__ import annotations
@@ -186,15 +187,23 @@ class CacheController:
 
     def acknowledge(self, up_to_step: int) -> None:
         """Synchronise with every transfer submitted in ``up_to_step`` or before, and unpin its nodes."""
-        while self._loads and self._loads[0].step <= up_to_step:
-            done = self._loads.popleft()
-            done.finish.synchronize()
-            for operation in done.operations:
+        for queue in (self._loads, self._writes):
+            while queue and queue[0].step <= up_to_step:
+                self._release(queue.popleft())
+
+    def acknowledge_complete(self) -> None:
+        """Unpin the nodes of transfers that a query shows to be complete, in order of submission. Does not block."""
+        for queue in (self._loads, self._writes):
+            while queue and queue[0].finish.query():
+                self._release(queue.popleft())
+
+    def _release(self, done: SubmittedTransfer) -> None:
+        """Unpin the nodes of a transfer once it is complete."""
+        done.finish.synchronize()  # after a query that said so it returns at once, and turns the poll into an order
+        for operation in done.operations:
+            if done.direction is Direction.HOST_TO_DEVICE:
                 operation.node.loading = False
-        while self._writes and self._writes[0].step <= up_to_step:
-            done = self._writes.popleft()
-            done.finish.synchronize()
-            for operation in done.operations:
+            else:
                 operation.node.backing_up = False
 
     def _prepare(self, queue: list[CacheOperation]) -> tuple[PageMove, tuple[CacheOperation, ...]]:

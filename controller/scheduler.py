@@ -55,6 +55,8 @@ class SchedulerOptions:
         early_backup: Write a prompt back as soon as the round that computes it is launched, instead of when its
             result is handled. The host copy exists one round earlier, and nothing but the write fence keeps the
             copy from reading pages before they are written.
+        poll_acks: Before a step, also release the transfers that a query shows to be complete. Their pages may be
+            evicted up to ``ACK_DISTANCE`` steps earlier, but what the scheduler does then depends on device timing.
     """
 
     max_running: int = 16
@@ -62,6 +64,7 @@ class SchedulerOptions:
     max_extend_tokens: int = 4096
     host_tier: bool = True
     early_backup: bool = False
+    poll_acks: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -199,6 +202,8 @@ class Scheduler:
         """One scheduler step; see the module's docstring."""
         self._step += 1
         self.controller.acknowledge(self._step - ACK_DISTANCE)
+        if self.options.poll_acks:
+            self.controller.acknowledge_complete()
         batch, states = self._next_batch()
         self._set_fence_streams()
         ticket = self.controller.start_loading(self._step)

@@ -16,6 +16,7 @@ from hicache_obs.findings import ExitCode
 COMMANDS: Final = {
     "demo": "Show the race, the proof and the fix on a real engine.",
     "check": "Check scenario, journal and ring files for races.",
+    "explore": "Run a controller for every way its host code can go.",
     "replay": "Prove a finding: run its witness on the virtual device.",
     "doctor": "Show settings, versions and what cannot be seen here.",
 }

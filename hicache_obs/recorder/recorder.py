@@ -49,6 +49,8 @@ from hicache_obs.records import (
     StreamId,
     StreamKind,
     ThreadId,
+    ThreadPost,
+    ThreadRecv,
     Times,
     WaitStream,
     Work,
@@ -221,6 +223,14 @@ class Recorder:
     def host_access(self, site: str, accesses: tuple[Access, ...], *, layers: tuple[int, int] = ALL_LAYERS) -> None:
         """The calling thread itself reads or writes memory that the device also uses, here and now."""
         self._emit(lambda op, thread, now: HostAccess(op, thread, now, self._site(site), layers, accesses))
+
+    def thread_post(self, channel: int) -> None:
+        """The calling thread hands what it knows to a receiver on ``channel``. Partner of ``thread_recv``."""
+        self._emit(lambda op, thread, now: ThreadPost(op, thread, now, channel))
+
+    def thread_recv(self, channel: int) -> None:
+        """The calling thread has received the oldest post of ``channel``. Partner of ``thread_post``."""
+        self._emit(lambda op, thread, now: ThreadRecv(op, thread, now, channel))
 
     # -- hooks: called before the device's call unless they say otherwise ------------------------------------
 

@@ -5,7 +5,8 @@ fixes its start, never before the host clock, and its end; and its function is c
 passes its start, in order of starts. It is *complete* once the host clock has passed its end. So the times,
 the order of the data effects (the host's own between two calls included) and the answers of queries agree.
 
-Single-threaded: the first thread that makes a call owns the device. All times are integer nanoseconds.
+Single-threaded: the first thread that makes a call owns the device, unless an oracle lets threads take turns.
+All times are integer nanoseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import heapq
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from hicache_obs.errors import DeadlockError, StreamError
 from hicache_obs.streams.cost import CostModel
@@ -97,15 +98,29 @@ class Item:
         return self.dependency is None or self.dependency.placed
 
 
+class Oracle(Protocol):
+    """Answers queries in place of the clock. With one, host threads may share the device if they take turns.
+
+    Use it with ``lazy``: there an item has run only if the host has observed it, or something that follows it.
+    """
+
+    def forced(self) -> None:
+        """A query was answered True because its item is complete, or there is none."""
+
+    def choose(self, item: Item) -> bool:
+        """The answer for an item that is not complete; True makes the device run up to it."""
+
+
 class Runner:
     """Clock, queues and their rules; a ``Schedule`` makes the choices. It is the schedule's ``Board``."""
 
-    def __init__(self, schedule: Schedule, cost: CostModel) -> None:
+    def __init__(self, schedule: Schedule, cost: CostModel, oracle: Oracle | None = None) -> None:
         self.now_ns = 0
         self.failures = Failures()
         self.lanes: list[Lane] = []
         self._schedule = schedule
         self._cost = cost
+        self._oracle = oracle
         self._owner: int | None = None
         self._issued = 0
         self._placed = 0
@@ -153,8 +168,11 @@ class Runner:
         self.advance(self._cost.host_call_ns)
         self._run_unasked()
         if item is None or self.complete(item):
+            if self._oracle is not None:
+                self._oracle.forced()
             return True
-        if item.false_answers < MAX_FALSE_ANSWERS:
+        pending = item.false_answers < MAX_FALSE_ANSWERS if self._oracle is None else not self._oracle.choose(item)
+        if pending:
             item.false_answers += 1
             return False
         self._force([item])
@@ -176,7 +194,7 @@ class Runner:
         thread = threading.get_ident()
         if self._owner is None:
             self._owner = thread
-        elif self._owner != thread:
+        elif self._owner != thread and self._oracle is None:
             raise StreamError(
                 f"the virtual device belongs to thread {self._owner}, thread {thread} called it: it is "
                 "single-threaded; use device 'threads' for a host with several threads"

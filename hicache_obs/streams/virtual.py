@@ -19,7 +19,7 @@ from hicache_obs.streams import protocol
 from hicache_obs.streams.cost import CostModel
 from hicache_obs.streams.handles import CurrentStream, own, refuse_legacy
 from hicache_obs.streams.launching import refuse_in_launch
-from hicache_obs.streams.runner import Item, Lane, Runner
+from hicache_obs.streams.runner import Item, Lane, Oracle, Runner
 from hicache_obs.streams.schedule import Schedule, schedule_named
 
 _NS_PER_MS: Final = 1e6
@@ -190,12 +190,13 @@ class VirtualGate:
 
 
 class VirtualDevice:
-    """Device ``virtual``. Every call must come from one thread; probes may be read from any.
+    """Device ``virtual``. Every call must come from one thread (see ``oracle``); probes may be read from any.
 
     Args:
         schedule: A name of ``SCHEDULES`` or a strategy of your own.
         seed: Seed of the ``random`` schedule.
         cost: Host and device costs.
+        oracle: Answers queries; then several threads may make calls, one at a time.
     """
 
     def __init__(
@@ -204,11 +205,12 @@ class VirtualDevice:
         *,
         seed: int = 0,
         cost: CostModel | None = None,
+        oracle: Oracle | None = None,
     ) -> None:
         self._cost = CostModel() if cost is None else cost
         chosen = schedule_named(schedule, seed=seed) if isinstance(schedule, str) else schedule
         self.schedule: Final = chosen.name
-        self.runner: Final = Runner(chosen, self._cost)
+        self.runner: Final = Runner(chosen, self._cost, oracle)
         self._closed = False
         self._current = CurrentStream(self._new_stream("default", StreamKind.NONBLOCKING))
 

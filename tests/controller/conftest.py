@@ -213,6 +213,7 @@ class Setup:
     max_extend_tokens: int = 64
     host_tier: bool = True
     early_backup: bool = False
+    poll_acks: bool = False
     prepare: Callable[[Engine], None] | None = None
     after_step: Callable[[Engine], None] | None = None
     gated: bool = False
@@ -263,6 +264,7 @@ class Lab:
                 max_extend_tokens=setup.max_extend_tokens,
                 host_tier=setup.host_tier,
                 early_backup=setup.early_backup,
+                poll_acks=setup.poll_acks,
             ),
         )
         engine = build_engine(observed.device, config, requests)

@@ -273,6 +273,25 @@ def test_acknowledgements_are_by_step_and_never_early(lab):
     assert tiers.contents(second.device_pages)[0] == [80.0]
 
 
+@pytest.mark.parametrize("backend", ["virtual-eager", "virtual-lazy"])
+def test_complete_transfers_are_released_before_their_step(lab, backend):
+    """A query finds out; what it does not find complete stays pinned, and so does what was submitted behind it."""
+    tiers = lab.tiers(backend=backend)
+    first, second = (tiers.host_only(1, first_token=40 * n) for n in (1, 2))
+    fresh = tiers.cached(1, first_token=120)
+    for step, node in enumerate((first, second), start=1):
+        tiers.load(node)
+        tiers.controller.start_loading(step)
+    tiers.controller.write(fresh, tiers.host_pages.alloc(1))
+    tiers.controller.start_writing(2)
+    calls = since(tiers, tiers.controller.acknowledge_complete)
+    pinned = backend == "virtual-lazy"
+    assert [first.loading, second.loading, fresh.backing_up] == [pinned] * 3
+    assert calls == ([] if pinned else ["host: synchronize"] * 3)  # an order, not only a poll
+    tiers.controller.acknowledge(2)
+    assert tiers.controller.transfers_in_flight == 0
+
+
 def test_listeners_are_told_of_every_transfer(lab):
     tiers = lab.tiers()
     heard: list[SubmittedTransfer] = []

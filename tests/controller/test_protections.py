@@ -1,27 +1,35 @@
 """Every protection in pairs: with it nothing is found and nothing is spoiled; take it out, and its hazard is named.
 
-Each ``without_…`` takes exactly one protection out of an engine that is otherwise whole.
+Each twin is an engine that is whole but for one protection (``hicache_obs.testing.protections``).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
-from hicache_obs.controller.cache_controller import CacheController, CacheOperation, SubmittedTransfer
+from hicache_obs.controller.cache_controller import CacheController, CacheOperation
 from hicache_obs.controller.engine import Engine
-from hicache_obs.controller.fence_policy import FencePolicy
-from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
 from hicache_obs.controller.radix_cache import Node
-from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
 from hicache_obs.errors import PagePinned
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
-from hicache_obs.records import Direction, Mode, PageIds, Purpose
+from hicache_obs.records import Direction, PageIds, Purpose
 from hicache_obs.streams import SCHEDULES
-from hicache_obs.streams.protocol import Event, Stream
+from hicache_obs.streams.protocol import Stream
+from hicache_obs.testing.protections import (
+    with_layer_waits_too_early,
+    with_load_copies_elsewhere,
+    with_write_copies_elsewhere,
+    without_acknowledgements,
+    without_layer_waits,
+    without_load_fence,
+    without_readers_in_stamps,
+    without_start_waits,
+    without_write_fence,
+    without_write_pins,
+)
 
 WAW, WAR = Hazard.WAW_FORWARD_RESTORE, Hazard.WAR_FORWARD_RESTORE
 RAW_LOAD, RAW_WRITE = Hazard.RAW_RESTORE_FORWARD, Hazard.RAW_FORWARD_BACKUP
@@ -29,130 +37,6 @@ WAR_WRITE = Hazard.WAR_BACKUP_FORWARD
 
 SETUP = {"device_pages": 16, "early_backup": True}
 """Barely room for two requests, and prompts are backed up before they are computed: every protection is needed."""
-
-
-# -- taking protections out -----------------------------------------------------------------------------------------
-
-
-class LeavesOut:
-    """A fence policy, but for transfers of one purpose."""
-
-    def __init__(self, policy: FencePolicy, purpose: Purpose) -> None:
-        self.name = policy.name
-        self._policy, self._purpose = policy, purpose
-
-    def fence(self, transfer_stream: Stream, fence_stream: Stream | None, pages: PageIds, purpose: Purpose) -> None:
-        if purpose is not self._purpose:
-            self._policy.fence(transfer_stream, fence_stream, pages, purpose)
-
-
-class NeverWaits(LayerDoneCounter):
-    """Rounds read restored pages without waiting for them."""
-
-    def wait_until(self, ticket: Ticket, layer: int) -> None:
-        self._current(ticket)
-
-
-class WaitsTooEarly(LayerDoneCounter):
-    """Layer n is read once layer n - 1 has been restored."""
-
-    def wait_until(self, ticket: Ticket, layer: int) -> None:
-        if layer:
-            super().wait_until(ticket, layer - 1)
-
-
-class CopiesElsewhere(TransferEngine):
-    """The fenced streams stay empty: the copies of one direction run on another."""
-
-    def __init__(self, engine: TransferEngine, direction: Direction) -> None:
-        super().__init__(engine.device, engine.device_pool, engine.host_pool)
-        self._direction = direction
-        self._elsewhere = engine.device.Stream("elsewhere")
-
-    def submit_host_to_device(
-        self, move: PageMove, *, start_event: Event, on_layer_done: Callable[[int], None]
-    ) -> Event:
-        fenced = self.host_to_device_stream
-        if self._direction is Direction.HOST_TO_DEVICE:
-            self.host_to_device_stream = self._elsewhere
-        try:
-            return super().submit_host_to_device(move, start_event=start_event, on_layer_done=on_layer_done)
-        finally:
-            self.host_to_device_stream = fenced
-
-    def submit_device_to_host(self, move: PageMove, *, start_event: Event) -> Event:
-        fenced = self.device_to_host_stream
-        if self._direction is Direction.DEVICE_TO_HOST:
-            self.device_to_host_stream = self._elsewhere
-        try:
-            return super().submit_device_to_host(move, start_event=start_event)
-        finally:
-            self.device_to_host_stream = fenced
-
-
-def without_load_fence(engine: Engine) -> None:
-    engine.controller.policy = LeavesOut(engine.controller.policy, Purpose.LOAD_FENCE)
-
-
-def without_write_fence(engine: Engine) -> None:
-    engine.controller.policy = LeavesOut(engine.controller.policy, Purpose.WRITE_FENCE)
-
-
-def without_layer_waits(engine: Engine) -> None:
-    engine.controller.layer_done = NeverWaits(engine.controller.device, engine.controller.layer_done.layers)
-
-
-def with_layer_waits_too_early(engine: Engine) -> None:
-    engine.controller.layer_done = WaitsTooEarly(engine.controller.device, engine.controller.layer_done.layers)
-
-
-def with_load_copies_elsewhere(engine: Engine) -> None:
-    engine.controller.engine = CopiesElsewhere(engine.controller.engine, Direction.HOST_TO_DEVICE)
-
-
-def with_write_copies_elsewhere(engine: Engine) -> None:
-    engine.controller.engine = CopiesElsewhere(engine.controller.engine, Direction.DEVICE_TO_HOST)
-
-
-def without_readers_in_stamps(engine: Engine) -> None:
-    """Pages are stamped by the rounds that write them, and no longer by those that only read them."""
-    pages = engine.scheduler.device_pages
-    stamp = pages.stamp
-
-    def writes_only(ids: PageIds, stream_key: int, ticket: int, *, mode: Mode = Mode.WRITE) -> None:
-        if mode is Mode.WRITE:
-            stamp(ids, stream_key, ticket)
-
-    pages.stamp = writes_only
-
-
-def without_write_pins(engine: Engine) -> None:
-    """Nodes may be evicted, and their pages used again, while a write-back still reads them."""
-    write = engine.controller.write
-
-    def unpinned(node: Node, host_pages: PageIds) -> None:
-        write(node, host_pages)
-        node.backing_up = False
-
-    engine.controller.write = unpinned
-
-
-class NeverAwaited:
-    """The end of a transfer, for a host that does not wait for it."""
-
-    def synchronize(self) -> None:
-        pass
-
-
-class NobodyWaits(CacheController):
-    """Nodes are released at the usual time, whether or not their transfers are complete."""
-
-    def _submitted(self, queue: deque[SubmittedTransfer], transfer: SubmittedTransfer) -> None:
-        super()._submitted(queue, replace(transfer, finish=NeverAwaited()))
-
-
-def without_acknowledgements(engine: Engine) -> None:
-    engine.controller.__class__ = NobodyWaits
 
 
 @dataclass(frozen=True)
@@ -189,6 +73,7 @@ TWINS = {
     "write copies on the fenced stream": Twin(
         with_write_copies_elsewhere, {RAW_WRITE}, causes={Cause.WRONG_STREAM}, waiter="write-back"
     ),
+    "start waits": Twin(without_start_waits, {Hazard.METADATA_WAR}, causes={Cause.EVENT_UNRECORDED}, spoils=False),
     "readers in the page fence": Twin(without_readers_in_stamps, {WAR}, spoils=False, fences=("page",)),
     "pins of write-backs": Twin(without_write_pins, {WAR_WRITE}),
 }
@@ -205,6 +90,28 @@ def test_with_every_protection_nothing_is_found(lab, runner, fence):
     assert run.outputs == lab.reference(requests, runner=runner)
     assert len(run.engine.scheduler.restored) > 20
     assert run.engine.scheduler.counters.retractions > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_acknowledgements_by_query_need_no_other_protection(lab, schedule):
+    requests = lab.requests(seed=3)
+    run = lab.run(requests, backend=f"virtual-{schedule}", poll_acks=True, **SETUP)
+    assert run.findings == []
+    assert run.corrupted == []
+    assert run.sink.weak == {}
+    assert run.outputs == lab.reference(requests)
+
+
+def test_acknowledgements_by_query_depend_on_the_device(lab):
+    """By step they do not: the same rounds, whatever the device does."""
+    requests = lab.requests(seed=3)
+
+    def retractions(*, poll_acks: bool) -> set[tuple[int, int]]:
+        runs = [lab.run(requests, backend=f"virtual-{s}", poll_acks=poll_acks, **SETUP) for s in ("eager", "lazy")]
+        return {(run.engine.scheduler.counters.rounds, run.engine.scheduler.counters.retractions) for run in runs}
+
+    assert len(retractions(poll_acks=False)) == 1
+    assert len(retractions(poll_acks=True)) == 2
 
 
 @pytest.mark.parametrize(("name", "fence"), CASES)

@@ -33,6 +33,8 @@ from hicache_obs.records import (
     RecordStream,
     Space,
     StreamKind,
+    ThreadPost,
+    ThreadRecv,
     Times,
     Work,
     device,
@@ -460,6 +462,19 @@ def test_what_only_an_engine_knows(observe):
     assert (alloc.owner, free.owner, alloc.access is free.access is access) == (5, 5, True)
     assert (touch.site, touch.layers, touch.accesses) == (0, ALL_LAYERS, (access,))
     assert observed.ops() == [0, 1, 2]
+
+
+def test_hand_overs_between_threads(observed):
+    """The post is the poster's, the receive the receiver's."""
+    recorder = observed.recorder
+    recorder.thread_post(7)
+    other = threading.Thread(target=recorder.thread_recv, args=(7,))
+    other.start()
+    other.join()
+    (post,), (recv,) = (observed.records_of(kind) for kind in (ThreadPost, ThreadRecv))
+    assert (post.channel, recv.channel) == (7, 7)
+    assert post.op < recv.op
+    assert post.thread != recv.thread
 
 
 # -- several threads -------------------------------------------------------------------------------------------

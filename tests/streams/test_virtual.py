@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
@@ -390,3 +391,55 @@ def test_times_agree_with_the_order_in_which_functions_ran(schedule, steps, seed
 def test_a_run_repeats_exactly_and_probes_change_nothing(schedule, steps, seed):
     probed, again, bare = (_Program(schedule, seed, probed=flag).run(steps).log for flag in (True, True, False))
     assert probed == again == bare
+
+
+class Answers:
+    """An oracle that gives prepared answers."""
+
+    def __init__(self, *answers: bool) -> None:
+        self.answers = list(answers)
+        self.asked: list[str] = []
+        self.known = 0
+
+    def forced(self) -> None:
+        self.known += 1
+
+    def choose(self, item) -> bool:
+        self.asked.append(f"{item}, false before: {item.false_answers}")
+        return self.answers.pop(0)
+
+
+def test_an_oracle_answers_queries_and_the_device_follows():
+    oracle = Answers(False, False, True)
+    ran = []
+    with closing(VirtualDevice("lazy", oracle=oracle)) as dev:
+        stream = dev.Stream("a")
+        with dev.stream(stream):
+            dev.launch(lambda: ran.append(1), Work("op"))
+        event = stream.record_event()
+        assert [event.query(), event.query()] == [False, False]
+        assert ran == []
+        assert event.query()
+        assert ran == [1]
+        assert event.query()
+        assert dev.Event().query()
+    assert oracle.asked == [f"item 2 (record) of stream 'a', false before: {n}" for n in range(3)]
+    assert oracle.known == 2
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_with_an_oracle_threads_may_take_turns(shared):
+    with closing(VirtualDevice("lazy", oracle=Answers() if shared else None)) as dev:
+        dev.Stream("a").record_event()
+        errors = []
+
+        def other() -> None:
+            try:
+                dev.Stream("b").record_event()
+            except StreamError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(errors) == (0 if shared else 1)

@@ -1,0 +1,230 @@
+"""Takes one protection at a time out of the cache controller: each is there against a race, and here is the proof.
+
+Every ``without_…`` and ``with_…`` changes one engine that is otherwise whole, before it runs. Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from hicache_obs.controller.cache_controller import CacheController, SubmittedTransfer
+from hicache_obs.controller.engine import Engine
+from hicache_obs.controller.fence_policy import FencePolicy
+from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
+from hicache_obs.controller.radix_cache import Node
+from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
+from hicache_obs.findings import Hazard
+from hicache_obs.records import Direction, Mode, PageIds, Purpose
+from hicache_obs.streams.protocol import Event, Stream
+
+
+class LeavesOut:
+    """A fence policy, but for transfers of one purpose."""
+
+    def __init__(self, policy: FencePolicy, purpose: Purpose) -> None:
+        self.name = policy.name
+        self._policy, self._purpose = policy, purpose
+
+    def fence(self, transfer_stream: Stream, fence_stream: Stream | None, pages: PageIds, purpose: Purpose) -> None:
+        """See ``FencePolicy.fence``."""
+        if purpose is not self._purpose:
+            self._policy.fence(transfer_stream, fence_stream, pages, purpose)
+
+
+class NeverWaits(LayerDoneCounter):
+    """Rounds read restored pages without waiting for them."""
+
+    def wait_until(self, ticket: Ticket, layer: int) -> None:
+        """Check the ticket only."""
+        self._current(ticket)
+
+
+class WaitsTooEarly(LayerDoneCounter):
+    """Layer n is read once layer n - 1 has been restored."""
+
+    def wait_until(self, ticket: Ticket, layer: int) -> None:
+        """Wait for the layer before."""
+        if layer:
+            super().wait_until(ticket, layer - 1)
+
+
+class CopiesElsewhere(TransferEngine):
+    """The fenced streams stay empty: the copies of one direction run on another."""
+
+    def __init__(self, engine: TransferEngine, direction: Direction) -> None:
+        super().__init__(engine.device, engine.device_pool, engine.host_pool)
+        self._direction = direction
+        self._elsewhere = engine.device.Stream("elsewhere")
+
+    def submit_host_to_device(
+        self, move: PageMove, *, start_event: Event, on_layer_done: Callable[[int], None]
+    ) -> Event:
+        """See ``TransferEngine.submit_host_to_device``."""
+        fenced = self.host_to_device_stream
+        if self._direction is Direction.HOST_TO_DEVICE:
+            self.host_to_device_stream = self._elsewhere
+        try:
+            return super().submit_host_to_device(move, start_event=start_event, on_layer_done=on_layer_done)
+        finally:
+            self.host_to_device_stream = fenced
+
+    def submit_device_to_host(self, move: PageMove, *, start_event: Event) -> Event:
+        """See ``TransferEngine.submit_device_to_host``."""
+        fenced = self.device_to_host_stream
+        if self._direction is Direction.DEVICE_TO_HOST:
+            self.device_to_host_stream = self._elsewhere
+        try:
+            return super().submit_device_to_host(move, start_event=start_event)
+        finally:
+            self.device_to_host_stream = fenced
+
+
+class StartsAtOnce(TransferEngine):
+    """Copies do not wait for the event after which their index tensors are filled.
+
+    The tensors are filled by the host as well: what a copy makes of a wild index is not the same in every run.
+    """
+
+    def submit_host_to_device(
+        self, move: PageMove, *, start_event: Event, on_layer_done: Callable[[int], None]
+    ) -> Event:
+        """See ``TransferEngine.submit_host_to_device``."""
+        move.device_index.copy_(torch.from_numpy(move.device_pages))
+        start_event = self.device.Event()  # never recorded: a wait for it is a no-op
+        return super().submit_host_to_device(move, start_event=start_event, on_layer_done=on_layer_done)
+
+    def submit_device_to_host(self, move: PageMove, *, start_event: Event) -> Event:
+        """See ``TransferEngine.submit_device_to_host``."""
+        move.device_index.copy_(torch.from_numpy(move.device_pages))
+        return super().submit_device_to_host(move, start_event=self.device.Event())
+
+
+class NeverAwaited:
+    """The end of a transfer, for a host that takes it for granted."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Nothing."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """0."""
+        return 0.0
+
+
+class NobodyWaits(CacheController):
+    """Nodes are released at the usual time, whether or not their transfers are complete."""
+
+    def _submitted(self, queue: deque[SubmittedTransfer], transfer: SubmittedTransfer) -> None:
+        super()._submitted(queue, replace(transfer, finish=NeverAwaited()))
+
+
+def without_load_fence(engine: Engine) -> None:
+    """Load-backs are not fenced."""
+    engine.controller.policy = LeavesOut(engine.controller.policy, Purpose.LOAD_FENCE)
+
+
+def without_write_fence(engine: Engine) -> None:
+    """Write-backs are not fenced."""
+    engine.controller.policy = LeavesOut(engine.controller.policy, Purpose.WRITE_FENCE)
+
+
+def without_layer_waits(engine: Engine) -> None:
+    """See ``NeverWaits``."""
+    engine.controller.layer_done = NeverWaits(engine.controller.device, engine.controller.layer_done.layers)
+
+
+def with_layer_waits_too_early(engine: Engine) -> None:
+    """See ``WaitsTooEarly``."""
+    engine.controller.layer_done = WaitsTooEarly(engine.controller.device, engine.controller.layer_done.layers)
+
+
+def with_load_copies_elsewhere(engine: Engine) -> None:
+    """Load-backs run on another stream than the one that is fenced."""
+    engine.controller.engine = CopiesElsewhere(engine.controller.engine, Direction.HOST_TO_DEVICE)
+
+
+def with_write_copies_elsewhere(engine: Engine) -> None:
+    """Write-backs run on another stream than the one that is fenced."""
+    engine.controller.engine = CopiesElsewhere(engine.controller.engine, Direction.DEVICE_TO_HOST)
+
+
+def without_start_waits(engine: Engine) -> None:
+    """See ``StartsAtOnce``."""
+    parts = engine.controller.engine
+    engine.controller.engine = StartsAtOnce(parts.device, parts.device_pool, parts.host_pool)
+
+
+def without_readers_in_stamps(engine: Engine) -> None:
+    """Pages are stamped by the rounds that write them, and no longer by those that only read them."""
+    pages = engine.scheduler.device_pages
+    stamp = pages.stamp
+
+    def writes_only(ids: PageIds, stream_key: int, ticket: int, *, mode: Mode = Mode.WRITE) -> None:
+        if mode is Mode.WRITE:
+            stamp(ids, stream_key, ticket)
+
+    pages.stamp = writes_only  # type: ignore[method-assign]  # this is the one place that breaks it
+
+
+def without_write_pins(engine: Engine) -> None:
+    """Nodes may be evicted, and their pages used again, while a write-back still reads them."""
+    write = engine.controller.write
+
+    def unpinned(node: Node, host_pages: PageIds) -> None:
+        write(node, host_pages)
+        node.backing_up = False
+
+    engine.controller.write = unpinned  # type: ignore[method-assign]  # this is the one place that breaks it
+
+
+def without_acknowledgements(engine: Engine) -> None:
+    """See ``NobodyWaits``."""
+    engine.controller.__class__ = NobodyWaits
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """A protection that can be taken out.
+
+    Attributes:
+        remove: Takes it out of an engine that has not begun.
+        against: What it is there against: the races found without it.
+        fences: Policies under which it does something.
+    """
+
+    remove: Callable[[Engine], None]
+    against: frozenset[Hazard]
+    fences: tuple[str, ...] = ("stream", "page")
+
+
+_WAW, _WAR = Hazard.WAW_FORWARD_RESTORE, Hazard.WAR_FORWARD_RESTORE
+_RAW_LOAD, _RAW_WRITE = Hazard.RAW_RESTORE_FORWARD, Hazard.RAW_FORWARD_BACKUP
+_WAR_WRITE = Hazard.WAR_BACKUP_FORWARD
+
+PROTECTIONS: Final = {
+    "load-fence": Protection(without_load_fence, frozenset({_WAW, _WAR})),
+    "write-fence": Protection(without_write_fence, frozenset({_RAW_WRITE})),
+    "layer-waits": Protection(without_layer_waits, frozenset({_RAW_LOAD})),
+    "layer-order": Protection(with_layer_waits_too_early, frozenset({_RAW_LOAD})),
+    "load-stream": Protection(with_load_copies_elsewhere, frozenset({_WAW, _WAR})),
+    "write-stream": Protection(with_write_copies_elsewhere, frozenset({_RAW_WRITE})),
+    "start-waits": Protection(without_start_waits, frozenset({Hazard.METADATA_WAR})),
+    "write-pins": Protection(without_write_pins, frozenset({_WAR_WRITE})),
+    "acks": Protection(without_acknowledgements, frozenset({_WAR_WRITE, Hazard.HOST_REUSE})),
+    "reader-stamps": Protection(without_readers_in_stamps, frozenset({_WAR}), fences=("page",)),
+}
+"""By the name that ``hicache-obs explore --off`` takes."""
