@@ -165,6 +165,12 @@ class RingWord(enum.IntEnum):
     """Wall clock (Unix time), read together with ``HOST_NS``."""
     HOST_NS = 10
     """Host clock of the records, read together with ``WALL_NS``."""
+    PROCESS_START = 11
+    """When the process was started, clock ticks since boot; with ``PID`` it names a process for good. 0: unknown."""
+    PID_NAMESPACE = 12
+    """In which namespace ``PID`` is a process (inode number). 0: unknown."""
+    FIRST_MODE = 13
+    """``MODE`` as the writer wanted it at first; what switching on again goes back to."""
     MODE = 16
     """A ``CaptureMode``."""
     HEAD = 24
@@ -175,6 +181,8 @@ class RingWord(enum.IntEnum):
     """Records from now on refer to no arena position below this. Stored after ``HEAD``."""
     HEARTBEAT_NS = 27
     """Host clock when the writer last said it is alive."""
+    CLOSED = 28
+    """1 once the writer has closed the ring: nothing more will be appended."""
     DROPPED = 32
     """``MAX_REASONS`` words: records lost so far, by ``DropReason``."""
     REPORTED = 48

@@ -105,6 +105,9 @@ class RingInfo:
         pid: Process that made it.
         ranks: Which worker of a server that is.
         wall_ns, host_ns: Unix time and host clock, read together when the ring was made.
+        process_start: When process ``pid`` was started, clock ticks since boot; 0 if unknown.
+        pid_namespace: Inode number of the namespace that ``pid`` counts in; 0 if unknown.
+        first_mode: What the process was to do when it made the ring.
     """
 
     version: int
@@ -114,6 +117,9 @@ class RingInfo:
     ranks: Ranks
     wall_ns: int
     host_ns: int
+    process_start: int = 0
+    pid_namespace: int = 0
+    first_mode: CaptureMode = CaptureMode.OBSERVE
 
     def to_wall_ns(self, host_ns: int) -> int:
         """Unix time of a host clock reading of the recorded process."""
@@ -428,12 +434,16 @@ class RingReader:
     @property
     def mode(self) -> CaptureMode:
         """What the recorded process does."""
-        word = self._words[RingWord.MODE]
-        return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
+        return _mode(self._words[RingWord.MODE])
 
     @mode.setter
     def mode(self, mode: CaptureMode) -> None:
         self._words[RingWord.MODE] = mode
+
+    @property
+    def closed(self) -> bool:
+        """Whether the writer has closed the ring: what is pending is all that will ever come."""
+        return bool(self._words[RingWord.CLOSED])
 
     def _read(self, records: list[AnyRecord], limit: int) -> None:
         """Append the next ``limit`` records at most; at the end of what was there, free what nothing refers to."""
@@ -478,7 +488,7 @@ def set_mode(path: str | os.PathLike[str], mode: CaptureMode) -> CaptureMode:
         with mmap.mmap(file.fileno(), HEADER_BYTES) as header, memoryview(header).cast("q") as words:
             before = words[RingWord.MODE]
             words[RingWord.MODE] = mode
-    return CaptureMode(before) if 0 <= before < len(CaptureMode) else CaptureMode.OFF
+    return _mode(before)
 
 
 def read_ring(path: str | os.PathLike[str]) -> Trace:
@@ -578,7 +588,14 @@ def _read_info(path: Path, descriptor: int) -> RingInfo:
         ranks=Ranks(words[RingWord.TP_RANK], words[RingWord.PP_RANK], words[RingWord.DP_RANK]),
         wall_ns=words[RingWord.WALL_NS],
         host_ns=words[RingWord.HOST_NS],
+        process_start=words[RingWord.PROCESS_START],
+        pid_namespace=words[RingWord.PID_NAMESPACE],
+        first_mode=_mode(words[RingWord.FIRST_MODE]),
     )
+
+
+def _mode(word: int) -> CaptureMode:
+    return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
 
 
 def _counts(words: Words, first: RingWord) -> dict[DropReason, int]:
