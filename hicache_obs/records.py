@@ -84,6 +84,8 @@ RING_VERSION: Final = 1
 MAX_SLOTS: Final = 1 << 24
 MAX_ARENA_WORDS: Final = 1 << 30
 MAX_REASONS: Final = 16
+OBSERVABLE_STATED: Final = 1 << 62
+"""In ``RingWord.OBSERVABLE``: the other bits mean something."""
 ALL_LAYERS: Final = (0, 2**31 - 1)
 """Layer range of an access that does not say which layers it touches. Ranges are half open."""
 NO_OP: Final = OpId(-1)
@@ -147,7 +149,7 @@ class Purpose(enum.IntEnum):
 class RingWord(enum.IntEnum):
     """Place of each 64-bit word in a ring's header page, as a word number. Little endian.
 
-    The writer changes ``HEAD`` to ``REPORTED``, the reader ``TAIL`` and ``ARENA_TAIL`` (on a cache line of their
+    The writer changes ``HEAD`` to ``REPORTED``, the reader ``TAIL`` to ``FINISHED`` (on a cache line of their
     own), either of them ``MODE``; the rest is fixed when the file is made.
     """
 
@@ -183,6 +185,8 @@ class RingWord(enum.IntEnum):
     """Host clock when the writer last said it is alive."""
     CLOSED = 28
     """1 once the writer has closed the ring: nothing more will be appended."""
+    OBSERVABLE = 29
+    """Bit i: the records that show the i-th ``Hazard`` are captured. Bit 62: the writer has stated it."""
     DROPPED = 32
     """``MAX_REASONS`` words: records lost so far, by ``DropReason``."""
     REPORTED = 48
@@ -191,6 +195,8 @@ class RingWord(enum.IntEnum):
     """Records read."""
     ARENA_TAIL = 73
     """Arena words that may be used again."""
+    FINISHED = 74
+    """1 once the reader has read the ring of an ended process whole and given every pair its verdict."""
 
 
 class CaptureMode(enum.IntEnum):

@@ -22,13 +22,14 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from hicache_obs.errors import ConfigError
+from hicache_obs.findings import Hazard
 from hicache_obs.recorder.process import pid_namespace, process_start
 from hicache_obs.records import (
     HEADER_BYTES,
@@ -37,6 +38,7 @@ from hicache_obs.records import (
     MAX_SLOTS,
     MAX_TEXT_BYTES,
     NO_OP,
+    OBSERVABLE_STATED,
     RING_MAGIC,
     RING_VERSION,
     SLOT_BYTES,
@@ -269,6 +271,14 @@ class RingWriter:
         with self._lock:
             if self._open:
                 self._words[RingWord.HEARTBEAT_NS] = host_ns
+
+    def state_observable(self, hazards: Iterable[Hazard]) -> None:
+        """State whose records are captured here; all other hazards cannot be seen in this process."""
+        seen = set(hazards)
+        bits = sum(1 << place for place, hazard in enumerate(Hazard) if hazard in seen)
+        with self._lock:
+            if self._open:
+                self._words[RingWord.OBSERVABLE] = OBSERVABLE_STATED | bits
 
     def close(self) -> None:
         """Stop writing and unmap the file, which stays. Idempotent."""
