@@ -82,8 +82,46 @@ SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
     Setting(
         "arena_ids", "HICACHE_OBS_ARENA_IDS", 1 << 20, 1 << 10, 1 << 28, "page ids", "page ids a ring file holds", True
     ),
-    Setting("poll_ms", "HICACHE_OBS_POLL_MS", 100, 10, 60_000, "ms", "how often the agent reads the ring"),
+    Setting("poll_ms", "HICACHE_OBS_POLL_MS", 100, 10, 60_000, "ms", "how often the agent reads the rings"),
     TextSetting("ring_dir", "HICACHE_OBS_DIR", _ring_directory, "a directory", "where rings are written and found"),
+    Setting("port", "HICACHE_OBS_PORT", 9464, 0, 65535, "", "port of the agent's metrics, 0 for any free one"),
+    TextSetting("bind", "HICACHE_OBS_BIND", lambda _: "127.0.0.1", "a local address", "address of the agent's metrics"),
+    TextSetting("journal", "HICACHE_OBS_JOURNAL", lambda _: "", "a directory", "where the agent keeps all records"),
+    Setting(
+        "journal_max_bytes",
+        "HICACHE_OBS_JOURNAL_MAX_BYTES",
+        1 << 28,
+        1 << 16,
+        1 << 50,
+        "bytes",
+        "size of the journals of one rank; the oldest records go first",
+    ),
+    Setting(
+        "agent_cpu_percent",
+        "HICACHE_OBS_AGENT_CPU_PERCENT",
+        50,
+        1,
+        100,
+        "% of a core",
+        "what the agent may use; what it cannot read in time is dropped and counted",
+    ),
+    TextSetting(
+        "finished",
+        "HICACHE_OBS_FINISHED",
+        lambda _: "move",
+        "",
+        "what becomes of rings that were read to their end",
+        ("move", "keep"),
+    ),
+    Setting(
+        "finished_rings",
+        "HICACHE_OBS_FINISHED_RINGS",
+        16,
+        0,
+        100_000,
+        "files",
+        "moved rings that are kept in the folder 'finished'; the oldest go first",
+    ),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
 

@@ -47,7 +47,7 @@ def _settings() -> Iterator[str]:
     for setting in SETTINGS:
         value, source = read_any(setting)
         origin = "default" if source == "default" else "from the environment"
-        shown = f"{value} {setting.unit}".rstrip()
+        shown = f"{value} {setting.unit}".strip() or "none"
         yield f"{setting.variable} = {shown} ({origin}; {setting.allowed})"
         yield f"    {setting.purpose}"
 

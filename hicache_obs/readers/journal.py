@@ -4,9 +4,10 @@ whole batch and says so. ``journal_format`` has the columns, ``journal_writer`` 
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ from hicache_obs.readers.journal_format import (
     SCHEMA,
     STREAM_START,
     JournalInfo,
+    records_of,
 )
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.records import (
@@ -75,7 +77,7 @@ from hicache_obs.records import (
 )
 from hicache_obs.trace import Trace, make_trace
 
-__all__ = ["JournalInfo", "JournalWriter", "read_journal"]
+__all__ = ["JournalInfo", "JournalWriter", "newest_run", "read_batches", "read_journal"]
 
 MAX_PAGES: Final = 1 << 28
 """Page ids one access may hold; a run length is just a number, and a file must not make us allocate the world."""
@@ -103,20 +105,67 @@ def read_journal(path: str | os.PathLike[str], *, rank: int | None = None) -> Tr
         segments = _newest_run(target, rank, notes)
     else:
         segments = [(target, _read_info(target))]
-        if segments[0][1].segment > 1:
+        if segments[0][1].segment > 1 and not segments[0][1].definitions:
             notes.append(f"{target}: segment {segments[0][1].segment} of its run; names defined earlier are unknown")
-    records: list[AnyRecord] = []
-    expected = 0
-    for file, info in segments:
-        found = list(_read_segment(file, notes))
-        gone = info.records_before - expected
-        if gone > 0:
-            host_ns = found[0].host_ns if found else 0
-            records.append(Lost(NO_OP, ThreadId(0), host_ns, gone, DropReason.MISSING))
-            notes.append(f"{file}: {gone} records before it are gone: an earlier segment is missing or damaged")
-        records += found
-        expected = info.records_before + len(found)
+    records = [record for batch in read_batches(segments, notes) for record in batch]
     return make_trace(str(target), records, notes=tuple(notes))
+
+
+def read_batches(
+    segments: Iterable[tuple[Path, JournalInfo]], notes: list[str], *, expected: int = 0
+) -> Iterator[list[AnyRecord]]:
+    """The records of successive ``segments`` of one run, batch by batch, with what stands for the missing ones.
+
+    Where records are gone, a ``Lost`` record says how many, and the names in use follow it.
+
+    Args:
+        segments: Files and their headers, in order.
+        notes: Gets what had to be left out, in words.
+        expected: Records of the run before the first segment that are not missed.
+
+    Raises:
+        TraceError: A segment cannot be read.
+    """
+    for file, info in segments:
+        gone = info.records_before - expected
+        before: list[AnyRecord] = []
+        if gone > 0:
+            notes.append(f"{file}: {gone} records before it are gone: an earlier segment is missing or damaged")
+            before = [Lost(NO_OP, ThreadId(0), 0, gone, DropReason.MISSING), *_definitions(file, info)]
+        expected = info.records_before
+        for batch in _read_segment(file, notes):
+            if before and batch:
+                before[0] = Lost(NO_OP, ThreadId(0), batch[0].host_ns, gone, DropReason.MISSING)
+            yield before + batch
+            before = []
+            expected += sum(map(records_of, batch))
+        if before:
+            yield before
+
+
+def newest_run(directory: Path, *, rank: int) -> list[tuple[Path, JournalInfo]]:
+    """The segments of the newest run of ``rank`` in a journal directory, oldest first.
+
+    Raises:
+        TraceError: There is none, or a header cannot be read.
+    """
+    return _newest_run(directory, rank, [])
+
+
+def _definitions(path: Path, info: JournalInfo) -> list[Define]:
+    """The names a segment's header states; a segment of an older writer states none."""
+    if not info.definitions:
+        return []
+    found = []
+    try:
+        for *numbers, text in json.loads(info.definitions):
+            if not (isinstance(text, str) and all(type(number) is int for number in numbers)):
+                raise ValueError(f"{[*numbers, text]} is not five numbers and a text")
+            thread, host_ns, space, key, value = numbers
+            found.append(_define(NO_OP, ThreadId(thread), host_ns, space, key, text, value, None))
+        return found
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TraceError(f"{path}: damaged header: {META}definitions: {_one_line(error)}") from None
 
 
 def _newest_run(directory: Path, rank: int | None, notes: list[str]) -> list[tuple[Path, JournalInfo]]:
@@ -203,7 +252,7 @@ def _info(path: Path, metadata: Mapping[str, str]) -> JournalInfo:
     return JournalInfo(**values)
 
 
-def _read_segment(path: Path, notes: list[str]) -> Iterator[AnyRecord]:
+def _read_segment(path: Path, notes: list[str]) -> Iterator[list[AnyRecord]]:
     file, stream = _open(path)
     with file:
         number = 0
@@ -220,9 +269,10 @@ def _read_segment(path: Path, notes: list[str]) -> Iterator[AnyRecord]:
                 return
             try:
                 batch.validate(full=True)
-                yield from _records(batch)
+                records = _records(batch)
             except (pa.ArrowException, _Damaged) as error:
                 raise TraceError(f"{path}: batch {number} is damaged: {_one_line(error)}") from None
+            yield records
 
 
 def _one_line(error: Exception) -> str:
