@@ -211,6 +211,11 @@ class Metrics:
                 self._ranks = {**self._ranks, rank: created}
             return self._ranks[rank]
 
+    @property
+    def known_ranks(self) -> tuple[Ranks, ...]:
+        """The ranks that are exported."""
+        return tuple(self._ranks)
+
     def set_observable(self, hazards: Iterable[Hazard], rank: Ranks = ONLY_RANK) -> None:
         """State which hazards' records are captured for ``rank``; all others become 0."""
         observable = set(hazards)

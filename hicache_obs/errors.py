@@ -5,6 +5,7 @@
     HicacheObsError
     ├── InputError (ValueError)        bad file, flag, environment or trace        exit code 2
     │   ├── ConfigError                a setting or option
+    │   │   └── AgentRunning           another agent reads the rings of this directory
     │   ├── TraceError                 a ring, journal or scenario file
     │   │   ├── LayoutError            a ring of another version
     │   │   └── RingTaken              a ring that another agent reads
@@ -31,6 +32,10 @@ class InputError(HicacheObsError, ValueError):
 
 class ConfigError(InputError):
     """A setting, flag or environment variable has a value that is not allowed."""
+
+
+class AgentRunning(ConfigError):
+    """Another agent reads the rings of this directory; a directory has one."""
 
 
 class TraceError(InputError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,7 +77,7 @@ from hicache_obs.records import (
 )
 from hicache_obs.trace import Trace, make_trace
 
-__all__ = ["JournalInfo", "JournalWriter", "newest_run", "read_batches", "read_journal"]
+__all__ = ["JournalInfo", "JournalWriter", "newest_run", "read_definitions", "read_journal", "read_segment"]
 
 MAX_PAGES: Final = 1 << 28
 """Page ids one access may hold; a run length is just a number, and a file must not make us allocate the world."""
@@ -107,40 +107,19 @@ def read_journal(path: str | os.PathLike[str], *, rank: int | None = None) -> Tr
         segments = [(target, _read_info(target))]
         if segments[0][1].segment > 1 and not segments[0][1].definitions:
             notes.append(f"{target}: segment {segments[0][1].segment} of its run; names defined earlier are unknown")
-    records = [record for batch in read_batches(segments, notes) for record in batch]
-    return make_trace(str(target), records, notes=tuple(notes))
-
-
-def read_batches(
-    segments: Iterable[tuple[Path, JournalInfo]], notes: list[str], *, expected: int = 0
-) -> Iterator[list[AnyRecord]]:
-    """The records of successive ``segments`` of one run, batch by batch, with what stands for the missing ones.
-
-    Where records are gone, a ``Lost`` record says how many, and the names in use follow it.
-
-    Args:
-        segments: Files and their headers, in order.
-        notes: Gets what had to be left out, in words.
-        expected: Records of the run before the first segment that are not missed.
-
-    Raises:
-        TraceError: A segment cannot be read.
-    """
+    records: list[AnyRecord] = []
+    expected = 0
     for file, info in segments:
+        found = [record for batch in read_segment(file, notes) for record in batch]
         gone = info.records_before - expected
-        before: list[AnyRecord] = []
         if gone > 0:
+            host_ns = found[0].host_ns if found else 0
+            records.append(Lost(NO_OP, ThreadId(0), host_ns, gone, DropReason.MISSING))
+            records += read_definitions(file, info)
             notes.append(f"{file}: {gone} records before it are gone: an earlier segment is missing or damaged")
-            before = [Lost(NO_OP, ThreadId(0), 0, gone, DropReason.MISSING), *_definitions(file, info)]
-        expected = info.records_before
-        for batch in _read_segment(file, notes):
-            if before and batch:
-                before[0] = Lost(NO_OP, ThreadId(0), batch[0].host_ns, gone, DropReason.MISSING)
-            yield before + batch
-            before = []
-            expected += sum(map(records_of, batch))
-        if before:
-            yield before
+        records += found
+        expected = info.records_before + sum(map(records_of, found))
+    return make_trace(str(target), records, notes=tuple(notes))
 
 
 def newest_run(directory: Path, *, rank: int) -> list[tuple[Path, JournalInfo]]:
@@ -152,8 +131,12 @@ def newest_run(directory: Path, *, rank: int) -> list[tuple[Path, JournalInfo]]:
     return _newest_run(directory, rank, [])
 
 
-def _definitions(path: Path, info: JournalInfo) -> list[Define]:
-    """The names a segment's header states; a segment of an older writer states none."""
+def read_definitions(path: Path, info: JournalInfo) -> list[Define]:
+    """The names in use when segment ``path`` was made, as its header ``info`` states them.
+
+    Raises:
+        TraceError: They are damaged.
+    """
     if not info.definitions:
         return []
     found = []
@@ -252,7 +235,16 @@ def _info(path: Path, metadata: Mapping[str, str]) -> JournalInfo:
     return JournalInfo(**values)
 
 
-def _read_segment(path: Path, notes: list[str]) -> Iterator[list[AnyRecord]]:
+def read_segment(path: Path, notes: list[str]) -> Iterator[list[AnyRecord]]:
+    """The whole batches of a segment, in order.
+
+    Args:
+        path: The segment.
+        notes: Gets what had to be left out, in words.
+
+    Raises:
+        TraceError: A batch is damaged.
+    """
     file, stream = _open(path)
     with file:
         number = 0

@@ -659,6 +659,21 @@ def read_state(path: str | os.PathLike[str]) -> RingState:
     )
 
 
+def read_process(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """Process id, its start and its namespace (``RingInfo``) as a ring of any version, whole or cut short, says them.
+
+    ``None`` if it says nothing.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            words = _read_words(file.fileno())
+    except (OSError, struct.error):
+        return None
+    if words[RingWord.MAGIC] != _MAGIC:
+        return None
+    return words[RingWord.PID], words[RingWord.PROCESS_START], words[RingWord.PID_NAMESPACE]
+
+
 class _Damaged(Exception):
     """A number in a slot is impossible."""
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from hicache_obs.errors import ConfigError
+from hicache_obs.errors import AgentRunning, ConfigError
 
 FILE_NAME: Final = "agent.lock"
 _MAX_BYTES: Final = 4096
@@ -23,7 +23,8 @@ class AgentLock:
         directory: The ring directory.
 
     Raises:
-        ConfigError: Another agent has it, or the file cannot be made.
+        AgentRunning: Another agent has it.
+        ConfigError: The file cannot be made.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -35,7 +36,7 @@ class AgentLock:
         if not self._taken():
             os.close(self._descriptor)
             pid = running_agent(directory).get("pid", "unknown")
-            raise ConfigError(
+            raise AgentRunning(
                 f"agent: another agent (process {pid}) reads the rings in {directory}; stop it, or name another --dir"
             ) from None
         self.describe()
