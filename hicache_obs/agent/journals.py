@@ -150,7 +150,7 @@ class RingJournal:
         self._definitions: dict[tuple[DefineSpace, int], Define] = {}
         self._writer: JournalWriter | None = None
         self._retry_at = 0.0
-        self._segment: Path | None = None
+        self._segment = 0
 
     def learn(self, records: Sequence[AnyRecord]) -> None:
         """Take over the names in ``records``, for the headers of segments to come."""
@@ -168,9 +168,9 @@ class RingJournal:
             writer = self._open()
             if writer is not None:
                 writer.write(records)
-                if writer.path != self._segment:
-                    self._segment = writer.path
-                    self._bound()
+                if writer.segment != self._segment:
+                    self._segment = writer.segment
+                    self._bound(writer.path)
         except (OSError, ConfigError) as error:
             self._on_error(error)
         self._position += len(records)
@@ -198,8 +198,8 @@ class RingJournal:
             )
         return self._writer
 
-    def _bound(self) -> None:
-        """Delete the oldest segments of this rank until the rest fits."""
+    def _bound(self, current: Path | None) -> None:
+        """Delete the oldest segments of this rank, but not ``current``, until the rest fits."""
         name = RingName.parse(f"{self.folder.name.rsplit('.', 2)[0]}.ring")
         group = self.folder.name if name is None else f"{str(name).split('.')[0]}."
         folders = sorted(self.folder.parent.glob(f"{group}*"), key=_made)
@@ -209,7 +209,7 @@ class RingJournal:
         for file in files:
             if total <= self._max_bytes:
                 return
-            if file == self._segment:
+            if file == current:
                 continue
             file.unlink()
             total -= sizes[file]

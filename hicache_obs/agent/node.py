@@ -150,7 +150,9 @@ class NodeAgent:
         return count
 
     def close(self, *, within_s: float = 5.0) -> None:
-        """Take in what is there now, for ``within_s`` at most, and give everything back."""
+        """Take in what is there now, for ``within_s`` at most, and give everything back. Idempotent."""
+        if self._lock.holds:
+            self._discover()
         self._read(time.monotonic() + within_s)
         for rank in self._ranks.values():
             rank.leave()
@@ -229,7 +231,7 @@ class NodeAgent:
         refused = self._refused.get(key)
         if refused is None:
             name = RingName.parse(path.name)
-            rank = None if name is None else name.ranks
+            rank = None if name is None or problem is None else name.ranks
             refused = self._refused[key] = _Refused(rank, Problems(self._metrics, rank))
             if problem is None:
                 LOG.info("%s", error)

@@ -109,6 +109,11 @@ class JournalWriter:
         """The segment that is being written; ``None`` between two segments."""
         return None if self._segment is None else self._segment.path
 
+    @property
+    def segment(self) -> int:
+        """Number of the newest segment in its run."""
+        return self._segments
+
     def write(self, records: Sequence[AnyRecord]) -> None:
         """Append ``records`` as one batch; nothing happens if there are none.
 

@@ -424,9 +424,9 @@ class RingReader:
             try:
                 self._read(records, limit - len(records))
             except TraceError:
-                if records:
-                    break  # those are good; the next call raises
-                raise
+                if not records:
+                    raise
+                break  # those are good; the next call raises
             if self._tail == known:
                 break
         return records
@@ -510,12 +510,27 @@ class RingReader:
         self._fetch(self._tail, stop)
         try:
             records += [decoder.record(number) for number in range(self._tail, stop)]
-        except _Overwritten:
-            raise TraceError(f"{self.path}: damaged: a record refers to page ids that are gone") from None
+        except (TraceError, _Overwritten):
+            self._read_good(records, stop)
+            return
         self._tail = stop
         if stop == self._until:
             self._arena_free = self._promised
             decoder.forget(self._promised)
+
+    def _read_good(self, records: list[AnyRecord], stop: int) -> None:
+        """Append the records before the first one that is damaged; raise if that is the next."""
+        first = self._tail
+        try:
+            while self._tail < stop:
+                records.append(self._decoder.record(self._tail))
+                self._tail += 1
+        except _Overwritten:
+            if self._tail == first:
+                raise TraceError(f"{self.path}: damaged: a record refers to page ids that are gone") from None
+        except TraceError:
+            if self._tail == first:
+                raise
 
     def _words(self) -> memoryview:
         """The header, safe to touch now."""

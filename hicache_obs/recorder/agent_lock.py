@@ -67,8 +67,10 @@ class AgentLock:
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
     def close(self) -> None:
-        """Give the right back."""
-        os.close(self._descriptor)
+        """Give the right back. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def running_agent(directory: Path) -> dict[str, str]:

@@ -479,7 +479,7 @@ def test_damage_is_named(tmp_path, place, data, text):
         read_ring(path)
     assert str(raised.value).startswith(f"{path}: {text}")
     with pytest.raises(TraceError), closing(RingReader(path)) as reader:
-        reader.poll()
+        list(iter(reader.poll, []))  # the records before the damage are good
 
 
 @pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 8 * SLOT_BYTES + 127])
