@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from hicache_obs.agent.journals import journal_folder
 from hicache_obs.agent.writers import beat_age_s, writer_runs
 from hicache_obs.errors import TraceError
 from hicache_obs.findings import ExitCode
@@ -118,8 +119,6 @@ def find_rings(folder: Path, pid: int | None, rank: int | None) -> list[RingRow]
     Raises:
         TraceError: The directory cannot be read.
     """
-    from hicache_obs.agent.journals import journal_folder  # with pyarrow, which takes 0.1 s to import
-
     journals = running_agent(folder).get("journal", "")
     rows = []
     try:

@@ -117,6 +117,8 @@ def value() -> Callable[..., float]:
             for series, number in re.findall(rf"^hicache_obs_{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
             if wanted == dict(re.findall(r'(\w+)="([^"]*)"', series))
         ]
+        if not found and isinstance(metrics, str):
+            return float("nan")  # scraped before the agent has seen the rank
         assert len(found) == 1, f"{name} {wanted}: {found}"
         return found[0]
 

@@ -235,6 +235,7 @@ def test_only_the_newest_part_of_a_long_journal_is_read_again(node, ring, tmp_pa
 # -- killed --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_agent_killed_again_and_again_keeps_every_record_once(
     rings, tmp_path, agent_process, eventually, value, round_of, times_of
 ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -158,3 +160,9 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path, capsys, command):
         f"hicache-obs: ring directory {tmp_path / 'none'}: No such file or directory; "
         "has an observed process run here?\n"
     )
+
+
+@pytest.mark.parametrize("module", ["status", "off", "on", "agent"])
+def test_no_command_of_the_node_needs_torch(module):
+    code = f"import sys, hicache_obs.cli.{module}, hicache_obs.agent; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
