@@ -24,8 +24,8 @@ FINISHED: Final = "finished"
 _CHECK_S: Final = 1.0
 """How often it is looked up whether a silent ring's writer still runs."""
 
-FileKey = tuple[int, int]
-"""Device and inode: what a file is whatever it is called."""
+FileKey = tuple[str, int, int]
+"""Name, device and inode: names come back with process ids, inodes when a file is removed, hardly both at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ def _key(path: Path) -> FileKey | None:
         status = path.stat(follow_symlinks=False)
     except OSError:
         return None  # gone since it was listed
-    return status.st_dev, status.st_ino
+    return path.name, status.st_dev, status.st_ino
 
 
 def _in_the_making(path: Path) -> bool:

@@ -184,9 +184,9 @@ class RankReader:
             return
         reader, of = self.reader, self._of
         try:
-            of.gauge("unread_records").set(reader.pending)
+            of.gauge("unread_records").set(_stored(reader.pending))
             of.gauge("capture_mode").set(reader.mode)
-            of.gauge("heartbeat_timestamp_seconds").set(reader.info.to_wall_ns(reader.heartbeat_ns))
+            of.gauge("heartbeat_timestamp_seconds").set(_stored(reader.info.to_wall_ns(reader.heartbeat_ns)))
             seen = reader.observable
         except TraceError:
             return  # the next step meets it, too
@@ -199,3 +199,8 @@ class RankReader:
         LOG.debug("%s", self.path, exc_info=error)
         what = f"{self.path}: the analyzer failed ({type(error).__name__}: {error}); this rank is not judged any more"
         self._problems.note(RingProblem.ANALYSIS, what)
+
+
+def _stored(value: int) -> int:
+    """``value`` as a metric can hold it: the words of a header may be anything."""
+    return max(0, min(value, 2**63 - 1))

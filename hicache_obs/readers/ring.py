@@ -83,6 +83,9 @@ _CELL_BYTES: Final = _CELLS.size // MAX_ACCESSES
 _WORDS: Final = struct.Struct(f"<{HEADER_BYTES // 8}q")
 _MAGIC: Final = int.from_bytes(RING_MAGIC, "little")
 
+MAX_RANKS: Final = 1 << 20
+"""A rank is a metric label: a header must not make as many as it likes."""
+
 _SPACES: Final = tuple(Space)
 _MODES: Final = tuple(Mode)
 _DIRECTIONS: Final = tuple(Direction)
@@ -729,6 +732,9 @@ def _read_info(path: Path, descriptor: int) -> RingInfo:
     for name, value, limit in (("slots", slots, MAX_SLOTS), ("arena words", arena_words, MAX_ARENA_WORDS)):
         if not 0 < value <= limit:
             raise TraceError(f"{path}: damaged header: {value} {name}; must be from 1 to {limit}")
+    for name, word in (("tp", RingWord.TP_RANK), ("pp", RingWord.PP_RANK), ("dp", RingWord.DP_RANK)):
+        if not 0 <= words[word] < MAX_RANKS:
+            raise TraceError(f"{path}: damaged header: {name} rank {words[word]}; must be from 0 to {MAX_RANKS - 1}")
     if version < 1 or words[RingWord.SLOT_BYTES] != SLOT_BYTES:
         raise TraceError(f"{path}: damaged header: layout {version} with {words[RingWord.SLOT_BYTES]} bytes per slot")
     if size < _size_bytes(slots, arena_words):

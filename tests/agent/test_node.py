@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from hicache_obs.agent import rank as rank_module
 from hicache_obs.agent.node import NodeAgent, NodeOptions
+from hicache_obs.cli import main
 from hicache_obs.errors import AgentRunning, ConfigError
 from hicache_obs.exporters.prometheus import Metrics
 from hicache_obs.findings import Hazard
@@ -426,3 +428,53 @@ def test_run_keeps_to_its_share_of_a_core(node, ring):
     spent = time.thread_time() - start
     assert sum(pauses) >= 2.5 * spent
     assert all(pause >= 0 for pause in pauses)
+
+
+# -- untrusted input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["before", "while it is read"])
+@pytest.mark.parametrize("word", [-1, 2**63 - 1, -(2**63), 1 << 40])
+def test_no_word_of_a_header_ends_the_agent(node, ring, rings, tmp_path, round_of, fill, value, caplog, word, adopted):
+    caplog.set_level("CRITICAL", "hicache_obs.agent")
+    whole = ring(5)
+    fill(whole, *(round_of(n, times=True) for n in range(12)))
+    content = whole.path.read_bytes()
+    whole.path.unlink()
+    agent, metrics = node(journals=tmp_path / "j")
+    for number in range(1, 80):
+        damaged = rings / f"scheduler-dp0-pp0-tp5.{number}.ring"
+        damaged.write_bytes(content)
+        if adopted:
+            agent.cycle(budget_s=9)
+        put_word(damaged, number, word)
+        agent.cycle(budget_s=9, look=True)
+        assert main(["status", "--dir", str(rings)]) == (0 if damaged.exists() else 3)
+        damaged.unlink(missing_ok=True)
+    fill(ring(1), round_of(1))
+    agent.cycle(budget_s=9, look=True)
+    assert value(metrics, "records_total", tp_rank="1") == 3
+    assert set(metrics.known_ranks) == {Ranks(tp=1), Ranks(tp=5)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_bytes_of_a_slot_end_the_agent(node, ring, rings, round_of, fill, value, caplog, seed):
+    chance = random.Random(seed)
+    caplog.set_level("CRITICAL", "hicache_obs.agent")
+    whole = ring(5)
+    fill(whole, *(round_of(n, times=True) for n in range(12)))
+    content = whole.path.read_bytes()
+    whole.path.unlink()
+    agent, metrics = node()
+    for number in range(100):
+        damaged = bytearray(content)
+        for _ in range(chance.choice((1, 3, 30))):
+            place = 4096 + chance.randrange(128 * 60)
+            damaged[place : place + 1] = chance.randbytes(1)
+        path = rings / f"scheduler-dp0-pp0-tp5.{number + 1}.ring"
+        path.write_bytes(damaged)
+        agent.cycle(budget_s=9, look=True)
+        path.unlink(missing_ok=True)
+    fill(ring(1), round_of(1))
+    agent.cycle(budget_s=9, look=True)
+    assert value(metrics, "records_total", tp_rank="1") == 3

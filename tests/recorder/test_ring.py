@@ -450,6 +450,7 @@ DAMAGE = [
     (8 * RingWord.SLOTS, b"\x40", "cut short: 5248 bytes of 12416"),
     (8 * RingWord.ARENA_WORDS + 7, b"\x80", "damaged header: -9223372036854775792 arena words"),
     (8 * RingWord.SLOT_BYTES, b"\x40", "damaged header: layout 1 with 64 bytes per slot"),
+    (8 * RingWord.TP_RANK, b"\xff" * 8, "damaged header: tp rank -1; must be from 0 to 1048575"),
     (8 * RingWord.HEAD + 7, b"\x80", "damaged header: 0 records read of -"),
     (8 * RingWord.TAIL, b"\x09", "damaged header: 9 records read of 2 written"),
     (HEADER_BYTES, b"\x50", "record 0 is damaged: kind 80; known are 0 to 24"),
