@@ -59,6 +59,19 @@ class UnknownReason(str, enum.Enum):
     OTHER = "other"
 
 
+class RingProblem(str, enum.Enum):
+    """What kept the agent from doing its work on a rank's ring; the ``reason`` label of ``ring_errors_total``."""
+
+    UNREADABLE = "unreadable"
+    """Damaged, cut short, or not permitted."""
+    VERSION = "version"
+    """Written by a version with another layout."""
+    ANALYSIS = "analysis"
+    """The analyzer failed on a record; the rank is no longer judged."""
+    JOURNAL = "journal"
+    """Records could not be kept: disk full, or no permission."""
+
+
 @dataclass(frozen=True, slots=True)
 class Label:
     """One label besides the rank labels.
@@ -142,6 +155,7 @@ OP: Final = Label("op", tuple(k.value for k in TransferKind))
 PROVENANCE: Final = Label("provenance", tuple(p.value for p in Provenance))
 UNKNOWN_REASON: Final = Label("reason", tuple(r.value for r in UnknownReason))
 DROP_REASON: Final = Label("reason", tuple(r.name.lower() for r in DropReason))
+RING_PROBLEM: Final = Label("reason", tuple(p.value for p in RingProblem))
 PHASE: Final = Label("phase", tuple(p.value for p in Phase))
 VERSION: Final = Label("version")
 ENGINE: Final = Label("engine")
@@ -321,6 +335,54 @@ CATALOGUE: Final[tuple[MetricRow, ...]] = (
         "on_records, wall clock",
         "Is the detector alive?",
         "Unix time at which records were last analysed, 0 if never.",
+    ),
+    _gauge(
+        "rings",
+        "rings",
+        (),
+        "agent",
+        "Does this rank's process write, and is it read?",
+        "Rings of running processes that the agent reads.",
+    ),
+    _gauge(
+        "blind",
+        "0 or 1",
+        (),
+        "agent",
+        "Is this rank watched at all? 1 means it runs unwatched.",
+        "1 if the rank has a ring that the agent cannot read or judge, else 0.",
+    ),
+    _counter(
+        "ring_errors_total",
+        "errors",
+        (RING_PROBLEM,),
+        "agent",
+        "Why is a rank blind, or its journal incomplete?",
+        "Failures of the agent to read, judge or keep the records of a rank.",
+    ),
+    _gauge(
+        "capture_mode",
+        "0, 1 or 2",
+        (),
+        "agent",
+        "Has somebody switched recording off?",
+        "What the rank's process does: 0 nothing, 1 observe, 2 enforce.",
+    ),
+    _gauge(
+        "unread_records",
+        "records",
+        (),
+        "agent",
+        "Does the agent keep up?",
+        "Records in the rank's ring that the agent has not read yet.",
+    ),
+    _gauge(
+        "heartbeat_timestamp_seconds",
+        "seconds",
+        (),
+        "agent, the ring's heartbeat",
+        "Does the rank's recorder still run?",
+        "Unix time at which the rank's recorder last said that it is alive, 0 if never.",
     ),
     _gauge(
         "clock_error_seconds",

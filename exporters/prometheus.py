@@ -211,6 +211,11 @@ class Metrics:
                 self._ranks = {**self._ranks, rank: created}
             return self._ranks[rank]
 
+    @property
+    def known_ranks(self) -> tuple[Ranks, ...]:
+        """The ranks that are exported."""
+        return tuple(self._ranks)
+
     def set_observable(self, hazards: Iterable[Hazard], rank: Ranks = ONLY_RANK) -> None:
         """State which hazards' records are captured for ``rank``; all others become 0."""
         observable = set(hazards)
@@ -384,12 +389,13 @@ class Server:
         self.close()
 
 
-def serve(metrics: Metrics, *, address: str = LOOPBACK, port: int) -> Server:
+def serve(metrics: Metrics, *, address: str = LOOPBACK, port: int, option: str = "--serve") -> Server:
     """Serve ``metrics`` on ``http://address:port/metrics`` from a daemon thread.
 
     Args:
         address: Local address to bind to.
         port: Port, 0 for any free one.
+        option: What the user set the port with, for messages.
 
     Returns:
         The server; its ``port`` is the real one.
@@ -400,11 +406,11 @@ def serve(metrics: Metrics, *, address: str = LOOPBACK, port: int) -> Server:
     from prometheus_client import start_http_server
 
     if not 0 <= port <= 65535:
-        raise ConfigError(f"--serve: port {port} is out of range; choose 1 to 65535, or 0 for any free port")
+        raise ConfigError(f"{option}: port {port} is out of range; choose 1 to 65535, or 0 for any free port")
     try:
         httpd, thread = start_http_server(port, addr=address, registry=metrics.registry())
     except OSError as error:
-        raise ConfigError(f"--serve: {_bind_problem(error, address, port)}") from error
+        raise ConfigError(f"{option}: {_bind_problem(error, address, port)}") from error
 
     def stop() -> None:
         httpd.shutdown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,25 +39,101 @@ class Setting:
         return f"{kind} from {self.low} to {self.high}"
 
 
-SETTINGS: Final = (
+@dataclass(frozen=True, slots=True)
+class TextSetting:
+    """One setting that is a path, an address or a word.
+
+    Attributes:
+        name: How code asks for it.
+        variable: Environment variable that overrides the default.
+        default: The default, as the environment has it.
+        kind: What it is, in words; what is allowed, unless there are ``choices``.
+        purpose: What it decides, for ``doctor``.
+        choices: All values it takes; empty for any text that is not empty.
+    """
+
+    name: str
+    variable: str
+    default: Callable[[Mapping[str, str]], str]
+    kind: str
+    purpose: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """Texts have none."""
+        return ""
+
+    @property
+    def allowed(self) -> str:
+        """The values it takes, in words."""
+        return " or ".join(self.choices) if self.choices else self.kind
+
+
+def _ring_directory(environment: Mapping[str, str]) -> str:
+    runtime = environment.get("XDG_RUNTIME_DIR")
+    return f"{runtime.rstrip('/')}/hicache-obs" if runtime else f"/tmp/hicache-obs-{os.geteuid()}"
+
+
+SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
     Setting(
         "ring_slots", "HICACHE_OBS_RING_SLOTS", 1 << 16, 1 << 6, 1 << 24, "records", "records a ring file holds", True
     ),
     Setting(
         "arena_ids", "HICACHE_OBS_ARENA_IDS", 1 << 20, 1 << 10, 1 << 28, "page ids", "page ids a ring file holds", True
     ),
-    Setting("poll_ms", "HICACHE_OBS_POLL_MS", 100, 10, 60_000, "ms", "how often the agent reads the ring"),
+    Setting("poll_ms", "HICACHE_OBS_POLL_MS", 100, 10, 60_000, "ms", "how often the agent reads the rings"),
+    TextSetting("ring_dir", "HICACHE_OBS_DIR", _ring_directory, "a directory", "where rings are written and found"),
+    Setting("port", "HICACHE_OBS_PORT", 9464, 0, 65535, "", "port of the agent's metrics, 0 for any free one"),
+    TextSetting("bind", "HICACHE_OBS_BIND", lambda _: "127.0.0.1", "a local address", "address of the agent's metrics"),
+    TextSetting("journal", "HICACHE_OBS_JOURNAL", lambda _: "", "a directory", "where the agent keeps all records"),
+    Setting(
+        "journal_max_bytes",
+        "HICACHE_OBS_JOURNAL_MAX_BYTES",
+        1 << 28,
+        1 << 16,
+        1 << 50,
+        "bytes",
+        "size of the journals of one rank; the oldest records go first",
+    ),
+    Setting(
+        "agent_cpu_percent",
+        "HICACHE_OBS_AGENT_CPU_PERCENT",
+        50,
+        1,
+        100,
+        "% of a core",
+        "what the agent may use; what it cannot read in time is dropped and counted",
+    ),
+    TextSetting(
+        "finished",
+        "HICACHE_OBS_FINISHED",
+        lambda _: "move",
+        "",
+        "what becomes of rings that were read to their end",
+        ("move", "keep"),
+    ),
+    Setting(
+        "finished_rings",
+        "HICACHE_OBS_FINISHED_RINGS",
+        16,
+        0,
+        100_000,
+        "files",
+        "moved rings that are kept in the folder 'finished'; the oldest go first",
+    ),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
 
 
 def read_setting(name: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Value of a setting and where it comes from: ``default`` or the variable's name.
+    """Value of an integer setting and where it comes from: ``default`` or the variable's name.
 
     Raises:
         ConfigError: The variable does not hold an integer inside the limits.
     """
     setting = _BY_NAME[name]
+    assert isinstance(setting, Setting)
     text = (os.environ if environment is None else environment).get(setting.variable)
     if text is None:
         return setting.default, "default"
@@ -69,3 +145,30 @@ def read_setting(name: str, environment: Mapping[str, str] | None = None) -> tup
     if not setting.low <= value <= setting.high or (setting.power_of_two and value & (value - 1)):
         raise ConfigError(f"{setting.variable}: {value}; {allowed}")
     return value, setting.variable
+
+
+def read_text(name: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Value of a text setting and where it comes from: ``default`` or the variable's name.
+
+    Raises:
+        ConfigError: The variable is empty, or holds none of the choices.
+    """
+    setting = _BY_NAME[name]
+    assert isinstance(setting, TextSetting)
+    values = os.environ if environment is None else environment
+    text = values.get(setting.variable)
+    if text is None:
+        return setting.default(values), "default"
+    if not text or (setting.choices and text not in setting.choices):
+        raise ConfigError(f"{setting.variable}: {text!r}; expected {setting.allowed}")
+    return text, setting.variable
+
+
+def read_any(setting: Setting | TextSetting, environment: Mapping[str, str] | None = None) -> tuple[int | str, str]:
+    """Value of any setting and where it comes from.
+
+    Raises:
+        ConfigError: The variable's value is not allowed.
+    """
+    read = read_setting if isinstance(setting, Setting) else read_text
+    return read(setting.name, environment)

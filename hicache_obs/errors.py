@@ -5,7 +5,10 @@
     HicacheObsError
     ├── InputError (ValueError)        bad file, flag, environment or trace        exit code 2
     │   ├── ConfigError                a setting or option
+    │   │   └── AgentRunning           another agent reads the rings of this directory
     │   ├── TraceError                 a ring, journal or scenario file
+    │   │   ├── LayoutError            a ring of another version
+    │   │   └── RingTaken              a ring that another agent reads
     │   └── WorkloadError              a workload file
     ├── StreamError (RuntimeError)     a stream or event used as the protocol forbids
     │   └── DeadlockError              nothing queued on the device can run
@@ -31,8 +34,20 @@ class ConfigError(InputError):
     """A setting, flag or environment variable has a value that is not allowed."""
 
 
+class AgentRunning(ConfigError):
+    """Another agent reads the rings of this directory; a directory has one."""
+
+
 class TraceError(InputError):
     """A ring, journal or scenario file cannot be read; the message names the file and the place in it."""
+
+
+class LayoutError(TraceError):
+    """A ring was written by another version, in a layout that this one does not read."""
+
+
+class RingTaken(TraceError):
+    """Another agent reads this ring; a ring has one reader."""
 
 
 class WorkloadError(InputError):

@@ -84,6 +84,8 @@ RING_VERSION: Final = 1
 MAX_SLOTS: Final = 1 << 24
 MAX_ARENA_WORDS: Final = 1 << 30
 MAX_REASONS: Final = 16
+OBSERVABLE_STATED: Final = 1 << 62
+"""In ``RingWord.OBSERVABLE``: the other bits mean something."""
 ALL_LAYERS: Final = (0, 2**31 - 1)
 """Layer range of an access that does not say which layers it touches. Ranges are half open."""
 NO_OP: Final = OpId(-1)
@@ -147,7 +149,7 @@ class Purpose(enum.IntEnum):
 class RingWord(enum.IntEnum):
     """Place of each 64-bit word in a ring's header page, as a word number. Little endian.
 
-    The writer changes ``HEAD`` to ``REPORTED``, the reader ``TAIL`` and ``ARENA_TAIL`` (on a cache line of their
+    The writer changes ``HEAD`` to ``REPORTED``, the reader ``TAIL`` to ``FINISHED`` (on a cache line of their
     own), either of them ``MODE``; the rest is fixed when the file is made.
     """
 
@@ -165,6 +167,12 @@ class RingWord(enum.IntEnum):
     """Wall clock (Unix time), read together with ``HOST_NS``."""
     HOST_NS = 10
     """Host clock of the records, read together with ``WALL_NS``."""
+    PROCESS_START = 11
+    """When the process was started, clock ticks since boot; with ``PID`` it names a process for good. 0: unknown."""
+    PID_NAMESPACE = 12
+    """In which namespace ``PID`` is a process (inode number). 0: unknown."""
+    FIRST_MODE = 13
+    """``MODE`` as the writer wanted it at first; what switching on again goes back to."""
     MODE = 16
     """A ``CaptureMode``."""
     HEAD = 24
@@ -175,6 +183,10 @@ class RingWord(enum.IntEnum):
     """Records from now on refer to no arena position below this. Stored after ``HEAD``."""
     HEARTBEAT_NS = 27
     """Host clock when the writer last said it is alive."""
+    CLOSED = 28
+    """1 once the writer has closed the ring: nothing more will be appended."""
+    OBSERVABLE = 29
+    """Bit i: the records that show the i-th ``Hazard`` are captured. Bit 62: the writer has stated it."""
     DROPPED = 32
     """``MAX_REASONS`` words: records lost so far, by ``DropReason``."""
     REPORTED = 48
@@ -183,6 +195,8 @@ class RingWord(enum.IntEnum):
     """Records read."""
     ARENA_TAIL = 73
     """Arena words that may be used again."""
+    FINISHED = 74
+    """1 once the reader has read the ring of an ended process whole and given every pair its verdict."""
 
 
 class CaptureMode(enum.IntEnum):

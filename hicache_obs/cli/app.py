@@ -18,6 +18,10 @@ COMMANDS: Final = {
     "check": "Check scenario, journal and ring files for races.",
     "explore": "Run a controller for every way its host code can go.",
     "replay": "Prove a finding: run its witness on the virtual device.",
+    "agent": "Watch a node: read, judge and export what all its ranks record.",
+    "status": "Show the rings of this node and whether they are read.",
+    "off": "Stop recording in running processes, without a restart.",
+    "on": "Start recording again.",
     "doctor": "Show settings, versions and what cannot be seen here.",
 }
 """Name and one-line help; module ``hicache_obs.cli.NAME`` has the command, and is imported only to run it."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache_obs import __version__
-from hicache_obs.agent import Agent, Fanout
+from hicache_obs.agent import Agent, Fanout, RankPipeline
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.tally import Defect, Tally
 from hicache_obs.config import read_setting
@@ -32,7 +32,7 @@ from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.recorder.recorder import Recorder
-from hicache_obs.recorder.ring import RingWriter
+from hicache_obs.recorder.ring_directory import create_ring
 from hicache_obs.records import Direction, Mode, device
 from hicache_obs.streams import CostModel, open_device
 from hicache_obs.streams.protocol import Device
@@ -323,8 +323,9 @@ class DemoRun:
         """An engine whose streams are recorded, and the agent that analyses them."""
         options = self._options
         with self._device(schedule) as bare, tempfile.TemporaryDirectory(prefix="hicache-obs-") as folder:
-            path = Path(folder) / "rank0.ring"
-            ring = RingWriter(path, slots=self._ring_slots, arena_words=self._arena_ids, clock=bare.host_ns)
+            ring = create_ring(
+                "demo", directory=folder, slots=self._ring_slots, arena_words=self._arena_ids, clock=bare.host_ns
+            )
             recorder = Recorder(ring, clock=bare.host_ns)
             recorder.define_engine(ENGINE)
             recorder.define_pool("kv", options.engine.layers)
@@ -336,12 +337,10 @@ class DemoRun:
             writer = None
             if journal and options.journal is not None:
                 writer = JournalWriter(options.journal / fence, engine=ENGINE)
-            reader = RingReader(path)
+            reader = RingReader(ring.path)
             agent = Agent(
-                reader,
-                analyzer,
+                RankPipeline(reader, analyzer, journal=writer),
                 resolve=recorder.resolve,
-                journal=writer,
                 period_s=self._poll_s,
                 on_spent=self._account(recorder, bare),
             )

@@ -13,7 +13,7 @@ import click
 
 from hicache_obs import __version__
 from hicache_obs.cli.layout import fit
-from hicache_obs.config import SETTINGS, read_setting
+from hicache_obs.config import SETTINGS, read_any
 
 PACKAGES: Final = ("torch", "numpy", "nvtx", "pyarrow", "prometheus-client", "opentelemetry-sdk", "msgspec")
 
@@ -45,9 +45,10 @@ def _versions() -> Iterator[str]:
 
 def _settings() -> Iterator[str]:
     for setting in SETTINGS:
-        value, source = read_setting(setting.name)
+        value, source = read_any(setting)
         origin = "default" if source == "default" else "from the environment"
-        yield f"{setting.variable} = {value} {setting.unit} ({origin}; {setting.allowed})"
+        shown = f"{value} {setting.unit}".strip() or "none"
+        yield f"{setting.variable} = {shown} ({origin}; {setting.allowed})"
         yield f"    {setting.purpose}"
 
 

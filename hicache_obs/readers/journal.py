@@ -4,6 +4,7 @@ whole batch and says so. ``journal_format`` has the columns, ``journal_writer`` 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from hicache_obs.readers.journal_format import (
     SCHEMA,
     STREAM_START,
     JournalInfo,
+    records_of,
 )
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.records import (
@@ -75,7 +77,7 @@ from hicache_obs.records import (
 )
 from hicache_obs.trace import Trace, make_trace
 
-__all__ = ["JournalInfo", "JournalWriter", "read_journal"]
+__all__ = ["JournalInfo", "JournalWriter", "newest_run", "read_definitions", "read_journal", "read_segment"]
 
 MAX_PAGES: Final = 1 << 28
 """Page ids one access may hold; a run length is just a number, and a file must not make us allocate the world."""
@@ -103,20 +105,50 @@ def read_journal(path: str | os.PathLike[str], *, rank: int | None = None) -> Tr
         segments = _newest_run(target, rank, notes)
     else:
         segments = [(target, _read_info(target))]
-        if segments[0][1].segment > 1:
+        if segments[0][1].segment > 1 and not segments[0][1].definitions:
             notes.append(f"{target}: segment {segments[0][1].segment} of its run; names defined earlier are unknown")
     records: list[AnyRecord] = []
     expected = 0
     for file, info in segments:
-        found = list(_read_segment(file, notes))
+        found = [record for batch in read_segment(file, notes) for record in batch]
         gone = info.records_before - expected
         if gone > 0:
             host_ns = found[0].host_ns if found else 0
             records.append(Lost(NO_OP, ThreadId(0), host_ns, gone, DropReason.MISSING))
+            records += read_definitions(file, info)
             notes.append(f"{file}: {gone} records before it are gone: an earlier segment is missing or damaged")
         records += found
-        expected = info.records_before + len(found)
+        expected = info.records_before + sum(map(records_of, found))
     return make_trace(str(target), records, notes=tuple(notes))
+
+
+def newest_run(directory: Path, *, rank: int) -> list[tuple[Path, JournalInfo]]:
+    """The segments of the newest run of ``rank`` in a journal directory, oldest first.
+
+    Raises:
+        TraceError: There is none, or a header cannot be read.
+    """
+    return _newest_run(directory, rank, [])
+
+
+def read_definitions(path: Path, info: JournalInfo) -> list[Define]:
+    """The names in use when segment ``path`` was made, as its header ``info`` states them.
+
+    Raises:
+        TraceError: They are damaged.
+    """
+    if not info.definitions:
+        return []
+    found = []
+    try:
+        for *numbers, text in json.loads(info.definitions):
+            if not (isinstance(text, str) and all(type(number) is int for number in numbers)):
+                raise ValueError(f"{[*numbers, text]} is not five numbers and a text")
+            thread, host_ns, space, key, value = numbers
+            found.append(_define(NO_OP, ThreadId(thread), host_ns, space, key, text, value, None))
+        return found
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TraceError(f"{path}: damaged header: {META}definitions: {_one_line(error)}") from None
 
 
 def _newest_run(directory: Path, rank: int | None, notes: list[str]) -> list[tuple[Path, JournalInfo]]:
@@ -203,7 +235,16 @@ def _info(path: Path, metadata: Mapping[str, str]) -> JournalInfo:
     return JournalInfo(**values)
 
 
-def _read_segment(path: Path, notes: list[str]) -> Iterator[AnyRecord]:
+def read_segment(path: Path, notes: list[str]) -> Iterator[list[AnyRecord]]:
+    """The whole batches of a segment, in order.
+
+    Args:
+        path: The segment.
+        notes: Gets what had to be left out, in words.
+
+    Raises:
+        TraceError: A batch is damaged.
+    """
     file, stream = _open(path)
     with file:
         number = 0
@@ -220,9 +261,10 @@ def _read_segment(path: Path, notes: list[str]) -> Iterator[AnyRecord]:
                 return
             try:
                 batch.validate(full=True)
-                yield from _records(batch)
+                records = _records(batch)
             except (pa.ArrowException, _Damaged) as error:
                 raise TraceError(f"{path}: batch {number} is damaged: {_one_line(error)}") from None
+            yield records
 
 
 def _one_line(error: Exception) -> str:

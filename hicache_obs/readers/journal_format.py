@@ -7,9 +7,10 @@ access in the batch that has it.
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
@@ -20,6 +21,7 @@ from hicache_obs.records import (
     KINDS,
     Collective,
     Define,
+    DropReason,
     EventQuery,
     EventRecord,
     EventSync,
@@ -151,6 +153,8 @@ class JournalInfo:
         engine: Name and version of the recorded engine.
         clock: Name of the clock of ``host_ns``.
         wall_ns, host_ns: Unix time and host clock, read together.
+        definitions: The names in use when the segment was made (``pack_definitions``); needed where earlier
+            segments are gone.
     """
 
     rank: int = 0
@@ -161,3 +165,15 @@ class JournalInfo:
     clock: str = ""
     wall_ns: int = 0
     host_ns: int = 0
+    definitions: str = ""
+
+
+def pack_definitions(definitions: Iterable[Define]) -> str:
+    """``definitions`` as text for a header; empty if there are none."""
+    rows = [[d.thread, d.host_ns, d.space, d.id, d.value, d.text] for d in definitions]
+    return json.dumps(rows, separators=(",", ":")) if rows else ""
+
+
+def records_of(row: Record) -> int:
+    """Records that a row of a journal stands for: more than one where it states a gap."""
+    return row.count if isinstance(row, Lost) and row.reason is DropReason.MISSING else 1

@@ -7,7 +7,8 @@ the reader. A batch reaches the file in one piece.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,11 +29,14 @@ from hicache_obs.readers.journal_format import (
     RUNS,
     SCHEMA,
     JournalInfo,
+    pack_definitions,
+    records_of,
 )
 from hicache_obs.records import (
     NO_OP,
     Access,
     AnyRecord,
+    Define,
     DropReason,
     Lost,
     PageAlloc,
@@ -57,6 +61,9 @@ class JournalWriter:
         clock: Name of the clock of ``host_ns``.
         wall_ns, host_ns: Unix time and host clock, read together.
         segment_bytes: A segment that has grown to this size is followed by a new one.
+        resume: The last segment of a run to go on with, by another writer.
+        records_before: Records of the run before the first one written here; those that no segment holds are gone.
+        definitions: Asked at each new segment for the names in use.
 
     Raises:
         ConfigError: The directory cannot be written to.
@@ -72,14 +79,21 @@ class JournalWriter:
         wall_ns: int = 0,
         host_ns: int = 0,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        resume: JournalInfo | None = None,
+        records_before: int = 0,
+        definitions: Callable[[], Iterable[Define]] = tuple,
     ) -> None:
         if segment_bytes < 1:
             raise ConfigError(f"journal segment_bytes={segment_bytes}: must be at least 1")
         self.directory: Final = Path(directory)
         self._info = JournalInfo(rank=rank, engine=engine, clock=clock, wall_ns=wall_ns, host_ns=host_ns)
         self._segment_bytes = segment_bytes
+        self._definitions = definitions
         self._segments = 0
-        self._written = 0
+        if resume is not None:
+            self._info = replace(self._info, run=resume.run)
+            self._segments = resume.segment
+        self._written = records_before
         self._lost = 0
         self._segment: _SegmentFile | None = None
         try:
@@ -94,6 +108,11 @@ class JournalWriter:
     def path(self) -> Path | None:
         """The segment that is being written; ``None`` between two segments."""
         return None if self._segment is None else self._segment.path
+
+    @property
+    def segment(self) -> int:
+        """Number of the newest segment in its run."""
+        return self._segments
 
     def write(self, records: Sequence[AnyRecord]) -> None:
         """Append ``records`` as one batch; nothing happens if there are none.
@@ -115,7 +134,7 @@ class JournalWriter:
             self._lost += len(records) - (1 if self._lost else 0)
             raise
         self._lost = 0
-        self._written += len(records)
+        self._written += sum(map(records_of, records))
         if self._segment.size_bytes >= self._segment_bytes:
             self._finish_segment()
 
@@ -136,6 +155,7 @@ class JournalWriter:
         number = max(taken, default=0) + 1
         values = {f: getattr(self._info, f) for f in JournalInfo.__dataclass_fields__}
         values |= {"version": JOURNAL_VERSION, "segment": self._segments + 1, "records_before": self._written}
+        values["definitions"] = pack_definitions(self._definitions())
         schema = SCHEMA.with_metadata({META + key: str(value) for key, value in values.items()})
         while True:
             try:

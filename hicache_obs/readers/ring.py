@@ -17,7 +17,8 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from hicache_obs.errors import TraceError
+from hicache_obs.errors import LayoutError, RingTaken, TraceError
+from hicache_obs.findings import Hazard
 from hicache_obs.records import (
     HEADER_BYTES,
     KINDS,
@@ -26,6 +27,7 @@ from hicache_obs.records import (
     MAX_SLOTS,
     MAX_TEXT_BYTES,
     NO_OP,
+    OBSERVABLE_STATED,
     RING_MAGIC,
     RING_VERSION,
     SLOT_BYTES,
@@ -81,6 +83,9 @@ _CELL_BYTES: Final = _CELLS.size // MAX_ACCESSES
 _WORDS: Final = struct.Struct(f"<{HEADER_BYTES // 8}q")
 _MAGIC: Final = int.from_bytes(RING_MAGIC, "little")
 
+MAX_RANKS: Final = 1 << 20
+"""A rank is a metric label: a header must not make as many as it likes."""
+
 _SPACES: Final = tuple(Space)
 _MODES: Final = tuple(Mode)
 _DIRECTIONS: Final = tuple(Direction)
@@ -91,6 +96,8 @@ _STREAM_KINDS: Final = tuple(StreamKind)
 _DEFINE_SPACES: Final = tuple(DefineSpace)
 
 Words = memoryview | tuple[int, ...]
+LoadIds = Callable[[int, int], PageIds]
+"""``load(place, count)``: a read-only copy of words of the arena that lie side by side."""
 T = TypeVar("T")
 
 
@@ -105,6 +112,9 @@ class RingInfo:
         pid: Process that made it.
         ranks: Which worker of a server that is.
         wall_ns, host_ns: Unix time and host clock, read together when the ring was made.
+        process_start: When process ``pid`` was started, clock ticks since boot; 0 if unknown.
+        pid_namespace: Inode number of the namespace that ``pid`` counts in; 0 if unknown.
+        first_mode: What the process was to do when it made the ring.
     """
 
     version: int
@@ -114,6 +124,9 @@ class RingInfo:
     ranks: Ranks
     wall_ns: int
     host_ns: int
+    process_start: int = 0
+    pid_namespace: int = 0
+    first_mode: CaptureMode = CaptureMode.OBSERVE
 
     def to_wall_ns(self, host_ns: int) -> int:
         """Unix time of a host clock reading of the recorded process."""
@@ -129,14 +142,15 @@ class _Decoder:
 
     Args:
         path: For messages.
-        slots, arena: The two parts of the file.
-        info: Its header.
+        slots: The slots, each at its place; only those that are asked for need to be filled.
+        load: Fetches words of the arena.
+        info: The file's header.
     """
 
-    def __init__(self, path: Path, slots: memoryview, arena: PageIds, info: RingInfo) -> None:
+    def __init__(self, path: Path, slots: memoryview, load: LoadIds, info: RingInfo) -> None:
         self._path = path
         self._slots = slots
-        self._arena = arena
+        self._load = load
         self._info = info
         self._shared: dict[int, PageIds] = {}
         """By arena position, oldest first: records that share an array get the same object again."""
@@ -203,11 +217,6 @@ class _Decoder:
                 return
             del shared[oldest]
 
-    def release(self) -> None:
-        """Let go of the file."""
-        self._slots.release()
-        self._arena = _NO_PAGES
-
     def _bad(self, number: int, what: str) -> TraceError:
         return TraceError(f"{self._path}: record {number} is damaged: {what}")
 
@@ -248,9 +257,11 @@ class _Decoder:
             raise _Damaged(f"{count} page ids at arena position {position}, which ends at {self.arena_until}")
         words = self._info.arena_words
         place = position % words
-        first = self._arena[place : place + count]
-        ids = first.copy() if len(first) == count else np.concatenate((first, self._arena[: count - len(first)]))
-        ids.flags.writeable = False
+        if place + count <= words:
+            ids = self._load(place, count)
+        else:
+            ids = np.concatenate((self._load(place, words - place), self._load(0, place + count - words)))
+            ids.flags.writeable = False
         self._shared[position] = ids
         return ids
 
@@ -360,10 +371,15 @@ class RingReader:
     """The agent's end of a live ring: reads records in order and frees what it has read.
 
     One reader per ring, on one thread at a time; a second one is refused. The writer may run, hang or be long
-    dead.
+    dead. Only the header is mapped, and the file's size is checked before it is touched: reading a mapped page of
+    a file that somebody has cut short would end this process.
+
+    Every method and property raises ``TraceError`` if the file has been cut short.
 
     Raises:
-        TraceError: The file is no ring this version can read, or another agent reads it.
+        LayoutError: The ring was written by another version.
+        RingTaken: Another agent reads it.
+        TraceError: The file is no ring.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -374,20 +390,20 @@ class RingReader:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise TraceError(f"{self.path}: another agent reads this ring; a ring has one reader") from None
-            size = _size_bytes(self.info.slots, self.info.arena_words)
-            self._map = mmap.mmap(self._file.fileno(), size)
+                raise RingTaken(f"{self.path}: another agent reads this ring; a ring has one reader") from None
+            self._map = mmap.mmap(self._file.fileno(), HEADER_BYTES)
         except BaseException:
             self._file.close()
             raise
-        whole = memoryview(self._map)
-        self._words = whole[:HEADER_BYTES].cast("q")
-        arena_at = HEADER_BYTES + self.info.slots * SLOT_BYTES
-        arena = np.frombuffer(self._map, dtype="<i8", count=self.info.arena_words, offset=arena_at)
-        self._decoder = _Decoder(self.path, whole[HEADER_BYTES:arena_at], arena, self.info)
-        whole.release()
-        self._tail = self._until = self._words[RingWord.TAIL]
-        self._promised = self._words[RingWord.ARENA_TAIL]
+        self._size_bytes = _size_bytes(self.info.slots, self.info.arena_words)
+        self._arena_at = HEADER_BYTES + self.info.slots * SLOT_BYTES
+        self._header_words = memoryview(self._map).cast("q")
+        # Zero pages until a slot is read; each record is copied to its own place.
+        self._slots = memoryview(mmap.mmap(-1, self.info.slots * SLOT_BYTES))
+        self._decoder = _Decoder(self.path, self._slots, self._load_ids, self.info)
+        words = self._words()
+        self._tail = self._until = words[RingWord.TAIL]
+        self._promised = self._arena_free = words[RingWord.ARENA_TAIL]
 
     def poll(self, limit: int = 1 << 16) -> list[AnyRecord]:
         """The next records, ``limit`` at most, in the order they were issued. Empty if there are none yet.
@@ -397,47 +413,94 @@ class RingReader:
         Raises:
             TraceError: The file is damaged; the same record is met again by the next call.
         """
+        records = self.read(limit)
+        self.release()
+        return records
+
+    def read(self, limit: int = 1 << 16) -> list[AnyRecord]:
+        """Like ``poll``, but the room stays taken until ``release``: an agent that is killed between the two finds
+        the same records again.
+        """
         records: list[AnyRecord] = []
         while len(records) < limit:
             known = self._tail
             try:
                 self._read(records, limit - len(records))
             except TraceError:
-                if records:
-                    break  # those are good; the next call raises
-                raise
+                if not records:
+                    raise
+                break  # those are good; the next call raises
             if self._tail == known:
                 break
         return records
 
+    def release(self) -> None:
+        """Free the room of everything ``read`` so far; the partner of ``read``."""
+        words = self._words()
+        words[RingWord.TAIL] = self._tail
+        words[RingWord.ARENA_TAIL] = self._arena_free
+
+    @property
+    def position(self) -> int:
+        """Number of the next record, counted from 0 since the ring was made."""
+        return self._tail
+
     @property
     def pending(self) -> int:
         """Records written and not read yet."""
-        return max(0, self._words[RingWord.HEAD] - self._tail)
+        return max(0, self._words()[RingWord.HEAD] - self._tail)
 
     @property
     def dropped(self) -> dict[DropReason, int]:
         """Records lost so far, by reason; reasons that never happened are left out."""
-        return _counts(self._words, RingWord.DROPPED)
+        return _counts(self._words(), RingWord.DROPPED)
+
+    @property
+    def unreported(self) -> list[Lost]:
+        """One ``Lost`` per reason for records that were dropped after the last one that the ring states. Exact only
+        when the writer has ended.
+        """
+        return _unreported(self._words(), 0)
+
+    @property
+    def observable(self) -> frozenset[Hazard] | None:
+        """Hazards whose records this process captures; ``None`` if it has not stated that."""
+        bits = self._words()[RingWord.OBSERVABLE]
+        if not bits & OBSERVABLE_STATED:
+            return None
+        return frozenset(hazard for place, hazard in enumerate(Hazard) if bits >> place & 1)
 
     @property
     def heartbeat_ns(self) -> int:
         """Host clock of the recorded process when it last said it is alive."""
-        return self._words[RingWord.HEARTBEAT_NS]
+        return self._words()[RingWord.HEARTBEAT_NS]
 
     @property
     def mode(self) -> CaptureMode:
         """What the recorded process does."""
-        word = self._words[RingWord.MODE]
-        return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
+        return _mode(self._words()[RingWord.MODE])
 
     @mode.setter
     def mode(self, mode: CaptureMode) -> None:
-        self._words[RingWord.MODE] = mode
+        self._words()[RingWord.MODE] = mode
+
+    @property
+    def closed(self) -> bool:
+        """Whether the writer has closed the ring: what is pending is all that will ever come."""
+        return bool(self._words()[RingWord.CLOSED])
+
+    @property
+    def finished(self) -> bool:
+        """Whether an agent has said that nothing is left to do here (``finish``)."""
+        return bool(self._words()[RingWord.FINISHED])
+
+    def finish(self) -> None:
+        """Say so: the writer has ended, all is read, and every pair has its verdict."""
+        self._words()[RingWord.FINISHED] = 1
 
     def _read(self, records: list[AnyRecord], limit: int) -> None:
-        """Append the next ``limit`` records at most; at the end of what was there, free what nothing refers to."""
-        words, decoder = self._words, self._decoder
+        """Append the next ``limit`` records at most; at the end of what was there, note what nothing refers to."""
+        words, decoder = self._words(), self._decoder
         if self._tail >= self._until:
             # The promise before the head: every record it does not cover is then below the head.
             self._promised = words[RingWord.ARENA_LOW]
@@ -447,22 +510,67 @@ class RingReader:
             if not 0 <= self._until - self._tail <= self.info.slots:
                 raise TraceError(f"{self.path}: damaged header: {self._tail} records read of {self._until} written")
         stop = min(self._until, self._tail + limit)
+        self._fetch(self._tail, stop)
         try:
             records += [decoder.record(number) for number in range(self._tail, stop)]
-        except _Overwritten:
-            raise TraceError(f"{self.path}: damaged: a record refers to page ids that are gone") from None
-        self._tail = words[RingWord.TAIL] = stop
+        except (TraceError, _Overwritten):
+            self._read_good(records, stop)
+            return
+        self._tail = stop
         if stop == self._until:
-            words[RingWord.ARENA_TAIL] = self._promised
+            self._arena_free = self._promised
             decoder.forget(self._promised)
+
+    def _read_good(self, records: list[AnyRecord], stop: int) -> None:
+        """Append the records before the first one that is damaged; raise if that is the next."""
+        first = self._tail
+        try:
+            while self._tail < stop:
+                records.append(self._decoder.record(self._tail))
+                self._tail += 1
+        except _Overwritten:
+            if self._tail == first:
+                raise TraceError(f"{self.path}: damaged: a record refers to page ids that are gone") from None
+        except TraceError:
+            if self._tail == first:
+                raise
+
+    def _words(self) -> memoryview:
+        """The header, safe to touch now."""
+        size = os.fstat(self._file.fileno()).st_size
+        if size < self._size_bytes:
+            raise self._cut_short(size)
+        return self._header_words
+
+    def _fetch(self, first: int, stop: int) -> None:
+        """Copy the slots of records ``first`` to ``stop`` to their places."""
+        slots = self.info.slots
+        while first < stop:
+            place = first % slots
+            count = min(stop - first, slots - place)
+            part = self._slots[place * SLOT_BYTES : (place + count) * SLOT_BYTES]
+            got = os.preadv(self._file.fileno(), [part], HEADER_BYTES + place * SLOT_BYTES)
+            if got < len(part):
+                raise self._cut_short(HEADER_BYTES + place * SLOT_BYTES + got)
+            first += count
+
+    def _load_ids(self, place: int, count: int) -> PageIds:
+        start = self._arena_at + place * 8
+        data = os.pread(self._file.fileno(), count * 8, start)
+        if len(data) < count * 8:
+            raise self._cut_short(start + len(data))
+        return np.frombuffer(data, dtype="<i8")
+
+    def _cut_short(self, size: int) -> TraceError:
+        return TraceError(f"{self.path}: cut short: {size} bytes of {self._size_bytes}")
 
     def close(self) -> None:
         """Unmap the file. What was not read stays in it. Idempotent."""
         if self._map.closed:
             return
-        self._words.release()
-        self._decoder.release()
+        self._header_words.release()
         self._map.close()
+        self._slots.release()
         self._file.close()
 
 
@@ -478,7 +586,7 @@ def set_mode(path: str | os.PathLike[str], mode: CaptureMode) -> CaptureMode:
         with mmap.mmap(file.fileno(), HEADER_BYTES) as header, memoryview(header).cast("q") as words:
             before = words[RingWord.MODE]
             words[RingWord.MODE] = mode
-    return CaptureMode(before) if 0 <= before < len(CaptureMode) else CaptureMode.OFF
+    return _mode(before)
 
 
 def read_ring(path: str | os.PathLike[str]) -> Trace:
@@ -504,7 +612,8 @@ def read_ring(path: str | os.PathLike[str]) -> Trace:
     first = max(0, after[RingWord.HEAD] - info.slots + (0 if unread else 1))
     if head < 0 or not head <= after[RingWord.HEAD] or not 0 <= after[RingWord.TAIL] <= after[RingWord.HEAD]:
         raise TraceError(f"{target}: damaged header: {after[RingWord.TAIL]} records read of {head} written")
-    decoder = _Decoder(target, memoryview(slots), np.frombuffer(arena, dtype="<i8"), info)
+    words = np.frombuffer(arena, dtype="<i8")
+    decoder = _Decoder(target, memoryview(slots), lambda place, count: words[place : place + count], info)
     decoder.arena_until = before[RingWord.ARENA_HEAD]
     decoder.arena_from = max(0, after[RingWord.ARENA_HEAD] - info.arena_words)
     records: list[AnyRecord] = []
@@ -518,12 +627,69 @@ def read_ring(path: str | os.PathLike[str]) -> Trace:
     if first:
         records.insert(0, Lost(NO_OP, ThreadId(0), 0, first, DropReason.MISSING))
         notes = (f"{target}: the oldest {first} records are no longer in the ring; an agent has read them",)
-    dropped, reported = _counts(before, RingWord.DROPPED), _counts(before, RingWord.REPORTED)
-    last_ns = records[-1].host_ns if records else 0
-    for reason, count in dropped.items():
-        if count > reported.get(reason, 0):
-            records.append(Lost(NO_OP, ThreadId(0), last_ns, count - reported.get(reason, 0), reason))
+    records += _unreported(before, records[-1].host_ns if records else 0)
     return make_trace(str(target), records, notes=notes)
+
+
+@dataclass(frozen=True, slots=True)
+class RingState:
+    """What a ring's header says at one moment.
+
+    Attributes:
+        info: What it says for good.
+        mode: What the process does.
+        written, read: Records written so far; those of them that an agent has read.
+        dropped: Records lost so far, by reason.
+        heartbeat_ns: Host clock of the process when it last said it is alive.
+        closed: The process has closed the ring.
+        finished: An agent has read the ring of the ended process whole.
+    """
+
+    info: RingInfo
+    mode: CaptureMode
+    written: int
+    read: int
+    dropped: dict[DropReason, int]
+    heartbeat_ns: int
+    closed: bool
+    finished: bool
+
+
+def read_state(path: str | os.PathLike[str]) -> RingState:
+    """What the header of a ring says now. Nothing is changed; anybody may read or write it meanwhile.
+
+    Raises:
+        TraceError: The file is no ring this version can read.
+    """
+    target = Path(path)
+    with _open(target, "rb") as file:
+        info = _read_info(target, file.fileno())
+        words = _read_words(file.fileno())
+    return RingState(
+        info,
+        _mode(words[RingWord.MODE]),
+        words[RingWord.HEAD],
+        words[RingWord.TAIL],
+        _counts(words, RingWord.DROPPED),
+        words[RingWord.HEARTBEAT_NS],
+        bool(words[RingWord.CLOSED]),
+        bool(words[RingWord.FINISHED]),
+    )
+
+
+def read_process(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """Process id, its start and its namespace (``RingInfo``) as a ring of any version, whole or cut short, says them.
+
+    ``None`` if it says nothing.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            words = _read_words(file.fileno())
+    except (OSError, struct.error):
+        return None
+    if words[RingWord.MAGIC] != _MAGIC:
+        return None
+    return words[RingWord.PID], words[RingWord.PROCESS_START], words[RingWord.PID_NAMESPACE]
 
 
 class _Damaged(Exception):
@@ -561,11 +727,14 @@ def _read_info(path: Path, descriptor: int) -> RingInfo:
         raise TraceError(f"{path}: not a ring: it begins with {found!r}, not {RING_MAGIC!r}")
     version = words[RingWord.VERSION]
     if version > RING_VERSION:
-        raise TraceError(f"{path}: ring layout {version} is newer than {RING_VERSION}, the newest known here; upgrade")
+        raise LayoutError(f"{path}: ring layout {version} is newer than {RING_VERSION}, the newest known here; upgrade")
     slots, arena_words = words[RingWord.SLOTS], words[RingWord.ARENA_WORDS]
     for name, value, limit in (("slots", slots, MAX_SLOTS), ("arena words", arena_words, MAX_ARENA_WORDS)):
         if not 0 < value <= limit:
             raise TraceError(f"{path}: damaged header: {value} {name}; must be from 1 to {limit}")
+    for name, word in (("tp", RingWord.TP_RANK), ("pp", RingWord.PP_RANK), ("dp", RingWord.DP_RANK)):
+        if not 0 <= words[word] < MAX_RANKS:
+            raise TraceError(f"{path}: damaged header: {name} rank {words[word]}; must be from 0 to {MAX_RANKS - 1}")
     if version < 1 or words[RingWord.SLOT_BYTES] != SLOT_BYTES:
         raise TraceError(f"{path}: damaged header: layout {version} with {words[RingWord.SLOT_BYTES]} bytes per slot")
     if size < _size_bytes(slots, arena_words):
@@ -578,12 +747,28 @@ def _read_info(path: Path, descriptor: int) -> RingInfo:
         ranks=Ranks(words[RingWord.TP_RANK], words[RingWord.PP_RANK], words[RingWord.DP_RANK]),
         wall_ns=words[RingWord.WALL_NS],
         host_ns=words[RingWord.HOST_NS],
+        process_start=words[RingWord.PROCESS_START],
+        pid_namespace=words[RingWord.PID_NAMESPACE],
+        first_mode=_mode(words[RingWord.FIRST_MODE]),
     )
+
+
+def _mode(word: int) -> CaptureMode:
+    return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
 
 
 def _counts(words: Words, first: RingWord) -> dict[DropReason, int]:
     counts = {reason: int(words[first + reason]) for reason in DropReason}
     return {reason: count for reason, count in counts.items() if count}
+
+
+def _unreported(words: Words, host_ns: int) -> list[Lost]:
+    reported = _counts(words, RingWord.REPORTED)
+    return [
+        Lost(NO_OP, ThreadId(0), host_ns, count - reported.get(reason, 0), reason)
+        for reason, count in _counts(words, RingWord.DROPPED).items()
+        if count > reported.get(reason, 0)
+    ]
 
 
 _NO_PAGES: Final[PageIds] = np.zeros(0, dtype=np.int64)

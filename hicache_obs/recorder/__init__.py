@@ -3,7 +3,8 @@
 from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, RangeStatus, open_ranges
 from hicache_obs.recorder.recorded import RecordedDevice, observe
 from hicache_obs.recorder.recorder import Recorder, RecorderCounters
-from hicache_obs.recorder.ring import RecordSink, RingWriter, new_ring_path
+from hicache_obs.recorder.ring import RecordSink, RingWriter
+from hicache_obs.recorder.ring_directory import RingName, create_ring, list_rings, open_ring_directory
 
 __all__ = [
     "RangeName",
@@ -13,8 +14,11 @@ __all__ = [
     "RecordedDevice",
     "Recorder",
     "RecorderCounters",
+    "RingName",
     "RingWriter",
-    "new_ring_path",
+    "create_ring",
+    "list_rings",
     "observe",
     "open_ranges",
+    "open_ring_directory",
 ]

@@ -22,13 +22,15 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from hicache_obs.errors import ConfigError
+from hicache_obs.findings import Hazard
+from hicache_obs.recorder.process import pid_namespace, process_start
 from hicache_obs.records import (
     HEADER_BYTES,
     MAX_ACCESSES,
@@ -36,6 +38,7 @@ from hicache_obs.records import (
     MAX_SLOTS,
     MAX_TEXT_BYTES,
     NO_OP,
+    OBSERVABLE_STATED,
     RING_MAGIC,
     RING_VERSION,
     SLOT_BYTES,
@@ -269,12 +272,22 @@ class RingWriter:
             if self._open:
                 self._words[RingWord.HEARTBEAT_NS] = host_ns
 
+    def state_observable(self, hazards: Iterable[Hazard]) -> None:
+        """State whose records are captured here; all other hazards cannot be seen in this process."""
+        seen = set(hazards)
+        bits = sum(1 << place for place, hazard in enumerate(Hazard) if hazard in seen)
+        with self._lock:
+            if self._open:
+                self._words[RingWord.OBSERVABLE] = OBSERVABLE_STATED | bits
+
     def close(self) -> None:
         """Stop writing and unmap the file, which stays. Idempotent."""
         with self._lock:
             self.writable = False
             if self._busy or self._map.closed:  # busy: a signal handler closes in the middle of an append
                 return
+            if self._open:  # in a forked child it is not, and the ring is the parent's
+                self._words[RingWord.CLOSED] = 1
             self._open = False
             _LIVE.discard(self)
             self._remembered.clear()
@@ -556,6 +569,9 @@ class RingWriter:
             (RingWord.WALL_NS, time.time_ns()),
             (RingWord.HOST_NS, self._clock()),
             (RingWord.HEARTBEAT_NS, self._clock()),
+            (RingWord.PROCESS_START, process_start(os.getpid()) or 0),
+            (RingWord.PID_NAMESPACE, pid_namespace()),
+            (RingWord.FIRST_MODE, mode),
             (RingWord.MODE, mode),
             (RingWord.MAGIC, int.from_bytes(RING_MAGIC, "little")),
         ):
@@ -568,16 +584,6 @@ def cut_text(text: str) -> bytes:
     if len(data) <= MAX_TEXT_BYTES:
         return data
     return data[:MAX_TEXT_BYTES].decode("utf-8", "ignore").encode()
-
-
-def new_ring_path(directory: str | os.PathLike[str], ranks: Ranks = Ranks()) -> Path:  # noqa: B008 frozen
-    """A name in ``directory`` that no file has yet: containers reuse process ids, and no ring is overwritten."""
-    stem = f"tp{ranks.tp}-pp{ranks.pp}-dp{ranks.dp}-{os.getpid()}"
-    folder = Path(directory)
-    number = 1
-    while (path := folder / f"{stem}-{number}.ring").exists():
-        number += 1
-    return path
 
 
 def _check_size(name: str, value: int, low: int, high: int) -> None:

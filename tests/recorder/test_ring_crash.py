@@ -9,36 +9,53 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
 
+from hicache_obs.errors import TraceError
 from hicache_obs.readers.ring import RingReader, read_ring
 from hicache_obs.recorder.ring import RingWriter
 from hicache_obs.records import ALL_LAYERS, CaptureMode, DropReason, EventRecord, Kernel, Lost, Mode, device
 
-SLOTS, WORDS = 1024, 4096
+KILLS = int(os.environ.get("HICACHE_OBS_KILLS", "20"))
+"""Processes that are killed; `make crash` kills 200."""
 
-# Writes records whose every field follows from their number, for ever; a record that is not whole cannot agree.
-WRITER = f"""
+# For each line, a path and two sizes, forks a process that writes records whose every field follows from their number,
+# for ever; a record that is not whole cannot agree. Beside the ring, PATH.ack counts the appends that have returned.
+NURSERY = """
+import mmap
+import os
 import sys
-import threading
 import numpy as np
 from hicache_obs.recorder.ring import RingWriter
-from hicache_obs.records import ALL_LAYERS, EventRecord, Kernel, Mode, device
-ring = RingWriter(sys.argv[1], slots={SLOTS}, arena_words={WORDS})
-print("ready", flush=True)
-shared = np.arange(40)
-n = 0
-while True:
-    if n % 3 == 0:
-        fresh = np.full(1 + n % 17, n)
-        ok = ring.append(Kernel(n, n % 7, n * 3, n * 5, n * 7, n * 11, n * 13, (n % 80, n % 80 + 1),
-                                (device(Mode.READ, shared), device(Mode.WRITE, fresh))))
-    else:
-        ok = ring.append(EventRecord(n, n % 7, n * 3, n * 5, n * 7))
-    n += ok
+from hicache_obs.records import EventRecord, Kernel, Mode, device
+
+def write(path, slots, words):
+    with open(path + ".ack", "r+b") as file:
+        returned = memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
+    ring = RingWriter(path, slots=slots, arena_words=words)
+    shared = np.arange(40)
+    n = 0
+    while True:
+        if n % 3 == 0:
+            fresh = np.full(1 + n % 17, n)
+            ok = ring.append(Kernel(n, n % 7, n * 3, n * 5, n * 7, n * 11, n * 13, (n % 80, n % 80 + 1),
+                                    (device(Mode.READ, shared), device(Mode.WRITE, fresh))))
+        else:
+            ok = ring.append(EventRecord(n, n % 7, n * 3, n * 5, n * 7))
+        n += ok
+        returned[0] = n
+
+for line in sys.stdin:
+    path, slots, words = line.split()
+    child = os.fork()
+    if not child:
+        write(path, int(slots), int(words))
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("gone", flush=True)
 """
 
 
@@ -66,29 +83,61 @@ def check(records, first):
     return number
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_sigkill_at_a_random_moment_leaves_whole_records(tmp_path, seed):
-    path = tmp_path / "x.ring"
-    chance = random.Random(seed)
-    with ExitStack() as stack:
-        process = stack.enter_context(
-            subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
-        )
-        stack.callback(process.kill)
+@pytest.fixture
+def nursery():
+    """``write(path, slots, words)`` starts a writer of ``NURSERY``; returns its id, and what waits for its end."""
+    with subprocess.Popen([sys.executable, "-c", NURSERY], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        reader = stack.enter_context(closing(RingReader(path)))
-        number = 0
-        deadline = time.monotonic() + chance.uniform(0.0, 0.3)
+        answers = process.stdout
+
+        def write(path, slots, words):
+            path.with_name(path.name + ".ack").write_bytes(bytes(8))
+            print(path, slots, words, file=process.stdin, flush=True)
+            return int(answers.readline()), answers.readline
+
+        yield write
+        process.stdin.close()
+
+
+def test_every_append_that_returned_before_a_sigkill_is_in_the_ring(tmp_path, nursery):
+    """Killed at any moment, while it makes its ring too; with an agent that reads along, and without."""
+    chance = random.Random(5)
+    whole, records = 0, 0
+    for kill in range(KILLS):
+        path = tmp_path / f"{kill}.ring"
+        pid, wait = nursery(path, chance.choice((64, 1024)), chance.choice((512, 4096)))
+        reads_along = chance.random() < 0.7
+        deadline = time.monotonic() + chance.choice((0.002, 0.01, 0.1)) * chance.random()
+        reader, number = None, 0
         while time.monotonic() < deadline:
-            number = check(reader.poll(chance.choice((1, 50, SLOTS))), number)
-        process.kill()
-        process.wait()
-        left = [record for record in read_ring(path) if not isinstance(record, Lost)]
-        number = check(reader.poll(), number)
-        assert reader.poll() == []
-        if left:
-            assert check(left, int(left[0].op)) == number
+            if reads_along and reader is None:
+                with suppress(TraceError):  # not made yet
+                    reader = RingReader(path)
+            elif reader is not None:
+                number = check(reader.poll(chance.choice((1, 50, 1024))), number)
+        os.kill(pid, signal.SIGKILL)
+        assert wait() == "gone\n"
+        returned = int.from_bytes(path.with_name(path.name + ".ack").read_bytes(), "little")
+        try:
+            reader = reader or RingReader(path)
+        except TraceError:
+            assert returned == 0, f"kill {kill}: the ring was in use"
+            whole += 1
+            continue
+        with closing(reader):
+            before = number
+            left = [record for record in read_ring(path) if not isinstance(record, Lost)]
+            number = check(reader.poll(), number)
+            assert reader.poll() == []
+        # The append that was killed may have been complete already.
+        assert returned <= number <= returned + 1, f"kill {kill}: {returned} returned, {number} read"
+        assert len(left) >= number - before
+        assert check(left, number - len(left)) == number
+        whole += 1
+        records += number
+    assert whole == KILLS
+    assert records > KILLS
 
 
 def test_a_forked_child_leaves_the_ring_to_its_parent(tmp_path):

@@ -1,0 +1,101 @@
+"""One ring's way through the agent: read, keep in the journal, analyse, free. The same steps in every agent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from hicache_obs.analyzer import Analyzer
+from hicache_obs.readers.ring import RingReader
+from hicache_obs.records import AnyRecord, Times
+
+
+class Journal(Protocol):
+    """Where records are kept before they are analysed."""
+
+    def write(self, records: Sequence[AnyRecord]) -> None:
+        """Keep ``records`` as one batch."""
+
+    def close(self) -> None:
+        """End it; nothing follows."""
+
+
+class RankPipeline:
+    """Drives one ring. One thread at a time.
+
+    The room of a batch in the ring is freed last. An agent that is killed before that leaves a ring whose unread
+    part begins with this batch: its successor sees the batch again, and finds in the journal whether it is kept.
+
+    Args:
+        reader: The ring's only reader.
+        analyzer: Fed with every record, in ring order.
+        journal: Gets every record before it is analysed.
+        kept: Number of the first record that the journal does not hold yet; it is not given those before.
+    """
+
+    def __init__(
+        self, reader: RingReader, analyzer: Analyzer, *, journal: Journal | None = None, kept: int = 0
+    ) -> None:
+        self.reader: Final = reader
+        self.analyzer: Final = analyzer
+        self.judging = True
+        """False after the analyzer failed: records are still kept, but nobody judges them."""
+        self.clock_error_ns = 0
+        """Half width of the uncertainty of the newest device times."""
+        self._journal = journal
+        self._kept = kept
+
+    def step(self, limit: int = 1 << 16) -> int:
+        """Take in the next ``limit`` records at most; returns how many there were.
+
+        Raises:
+            TraceError: The ring is damaged. The same record is met again by the next call.
+            OSError: The journal refused the records.
+            Exception: The analyzer failed. The batch is kept, its room is free, and later batches are not analysed.
+        """
+        first = self.reader.position
+        records = self.reader.read(limit)
+        if not records:
+            return 0
+        try:
+            self._take(records[max(0, self._kept - first) :], records)
+        finally:
+            self.reader.release()
+        return len(records)
+
+    def finish(self) -> None:
+        """Give open pairs their verdict and close the journal. The reader stays open."""
+        try:
+            self._judge([], last=True)
+        finally:
+            self.close()
+
+    def end(self) -> None:
+        """``finish`` for a ring whose writer has ended and that was read whole: what it dropped last is stated too."""
+        lost = self.reader.unreported
+        if lost:
+            self._take(lost, lost)
+        self.finish()
+        self.reader.finish()
+
+    def close(self) -> None:
+        """Close the journal; open pairs stay open for an agent that goes on from there."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def _take(self, new: Sequence[AnyRecord], records: Sequence[AnyRecord]) -> None:
+        if new and self._journal is not None:
+            self._journal.write(new)
+        self.clock_error_ns = next((r.error_ns for r in reversed(records) if type(r) is Times), self.clock_error_ns)
+        self._judge(records)
+
+    def _judge(self, records: Sequence[AnyRecord], *, last: bool = False) -> None:
+        if not self.judging:
+            return
+        try:
+            self.analyzer.feed(records)
+            if last:
+                self.analyzer.finish()
+        except Exception:
+            self.judging = False
+            raise

@@ -1,0 +1,206 @@
+"""One rank as the node's agent sees it: its ring, its analyzer, its journal and its metrics."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from hicache_obs.agent.fanout import Fanout
+from hicache_obs.agent.journals import RingJournal, journal_folder, rebuild
+from hicache_obs.agent.pipeline import RankPipeline
+from hicache_obs.agent.writers import writer_runs
+from hicache_obs.analyzer import Analyzer
+from hicache_obs.costs import AnalysisSink
+from hicache_obs.errors import TraceError
+from hicache_obs.exporters.catalogue import Phase, RingProblem
+from hicache_obs.exporters.prometheus import Metrics, MetricsSink
+from hicache_obs.readers.ring import RingReader
+from hicache_obs.records import Ranks
+
+LOG: Final = logging.getLogger("hicache_obs.agent")
+MoreSinks = Callable[[Ranks, Analyzer], Sequence[AnalysisSink]]
+"""Further listeners to what is found in a rank's ring."""
+MIN_BATCH: Final = 64
+MAX_BATCH: Final = 8192
+TURN_NS: Final = 20_000_000
+"""A batch that takes longer is halved next time: the other ranks wait meanwhile, and so does SIGTERM."""
+_QUIET_S: Final = 60.0
+
+
+class Problems:
+    """Counts what went wrong with a rank, and logs the same trouble once a minute at most.
+
+    Args:
+        metrics: Where to count.
+        rank: Whose trouble it is; ``None`` if a file does not say.
+    """
+
+    def __init__(self, metrics: Metrics, rank: Ranks | None) -> None:
+        self._counters = {}
+        if rank is not None:
+            of = metrics.rank(rank)
+            self._counters = {kind: of.counter("ring_errors_total", kind.value) for kind in RingProblem}
+        self._said: dict[RingProblem, tuple[str, float]] = {}
+
+    def note(self, kind: RingProblem, what: str) -> None:
+        """Count one problem of ``kind`` and log ``what``."""
+        if kind in self._counters:
+            self._counters[kind].add()
+        text, until = self._said.get(kind, ("", 0.0))
+        now = time.monotonic()
+        if what != text or now >= until:
+            self._said[kind] = (what, now + _QUIET_S)
+            LOG.warning("%s", what)
+
+
+class RankReader:
+    """Reads one ring to its end. One thread at a time.
+
+    Args:
+        path: The ring file.
+        metrics: Gets everything about this rank.
+        journals: Directory of the journals; ``None`` for none.
+        journal_max_bytes: Of this rank.
+        more_sinks: Further listeners.
+
+    Raises:
+        TraceError: The ring cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        metrics: Metrics,
+        *,
+        journals: Path | None,
+        journal_max_bytes: int,
+        more_sinks: MoreSinks,
+    ) -> None:
+        self.path: Final = path
+        self.reader: Final = RingReader(path)
+        try:
+            self.rank: Final = self.reader.info.ranks
+            self.done = self.reader.finished
+            """Another agent has read it to its end."""
+            self.blind = False
+            self._batch = 256
+            self._problems = Problems(metrics, self.rank)
+            self._metrics = metrics
+            self._of = metrics.rank(self.rank)
+            self._journal: RingJournal | None = None
+            self._pipeline = self._open(journals, journal_max_bytes, more_sinks)
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def _open(self, journals: Path | None, max_bytes: int, more_sinks: MoreSinks) -> RankPipeline:
+        reader = self.reader
+        fanout = Fanout()  # what is rebuilt has been reported by the agent before this one
+        analyzer = Analyzer(fanout)
+        kept = reader.position
+        if not self.done:
+            folder = None if journals is None else journal_folder(journals, self.path, reader.info)
+            known = rebuild(analyzer, folder, reader.info, tail=reader.position)
+            kept = known.kept
+            if known.problem is not None:
+                self._problems.note(RingProblem.JOURNAL, f"{known.problem}; earlier records are unknown")
+            if folder is not None:
+                self._journal = RingJournal(
+                    folder,
+                    reader.info,
+                    max_bytes=max_bytes,
+                    on_error=lambda error: self._problems.note(RingProblem.JOURNAL, f"journal {folder}: {error}"),
+                    position=kept,
+                    resume=known.last,
+                )
+                self._journal.learn(known.definitions)
+        fanout.listen([MetricsSink(self._metrics, self.rank), *more_sinks(self.rank, analyzer)])
+        return RankPipeline(reader, analyzer, journal=self._journal, kept=kept)
+
+    @property
+    def journal(self) -> Path | None:
+        """Where its records are kept."""
+        return None if self._journal is None else self._journal.folder
+
+    def runs(self) -> bool:
+        """Whether more may come: ask before the last ``step``.
+
+        Raises:
+            TraceError: The ring has been cut short.
+        """
+        return writer_runs(self.reader.info, heartbeat_ns=self.reader.heartbeat_ns, closed=self.reader.closed)
+
+    def step(self) -> int:
+        """Take in as many records as can be judged in a moment; returns how many.
+
+        0 means that there are none. Never raises for what is in the ring.
+        """
+        start_ns = time.perf_counter_ns()
+        count, limit = 0, self._batch
+        try:
+            count = self._pipeline.step(limit)
+        except TraceError as error:
+            self.blind = self.done = True
+            self._problems.note(RingProblem.UNREADABLE, f"{error}; it is not read any further")
+        except Exception as error:  # noqa: BLE001 one rank's trouble must not end the others' agent
+            self._fail(error)
+            count = 1  # at least
+        spent_ns = time.perf_counter_ns() - start_ns
+        self._metrics.add_overhead(Phase.ANALYZE, spent_ns, self.rank)
+        if spent_ns > TURN_NS:
+            self._batch = max(MIN_BATCH, limit // 2)
+        elif count == limit:
+            self._batch = min(MAX_BATCH, limit * 2)
+        return count
+
+    def end(self) -> None:
+        """Give every pair its verdict: the writer has ended, and ``step`` found nothing more."""
+        self.done = True
+        try:
+            self._pipeline.end()
+        except TraceError as error:
+            self.blind = True
+            self._problems.note(RingProblem.UNREADABLE, str(error))
+        except Exception as error:  # noqa: BLE001 see step
+            self._fail(error)
+
+    def leave(self) -> None:
+        """The agent ends, the writer does not. With a journal the next agent goes on; without, open pairs end here."""
+        try:
+            if self._journal is None and not self.done:
+                self._pipeline.finish()
+            else:
+                self._pipeline.close()
+        except Exception as error:  # noqa: BLE001 see step
+            self._fail(error)
+        self.reader.close()
+
+    def show(self) -> None:
+        """Bring the gauges of this rank up to date."""
+        if self.done:
+            return
+        reader, of = self.reader, self._of
+        try:
+            of.gauge("unread_records").set(_stored(reader.pending))
+            of.gauge("capture_mode").set(reader.mode)
+            of.gauge("heartbeat_timestamp_seconds").set(_stored(reader.info.to_wall_ns(reader.heartbeat_ns)))
+            seen = reader.observable
+        except TraceError:
+            return  # the next step meets it, too
+        self._metrics.set_clock_error(self._pipeline.clock_error_ns, self.rank)
+        if seen is not None:
+            self._metrics.set_observable(seen, self.rank)
+
+    def _fail(self, error: Exception) -> None:
+        self.blind = True
+        LOG.debug("%s", self.path, exc_info=error)
+        what = f"{self.path}: the analyzer failed ({type(error).__name__}: {error}); this rank is not judged any more"
+        self._problems.note(RingProblem.ANALYSIS, what)
+
+
+def _stored(value: int) -> int:
+    """``value`` as a metric can hold it: the words of a header may be anything."""
+    return max(0, min(value, 2**63 - 1))

@@ -1,0 +1,197 @@
+"""``hicache-obs agent``: one process per node that reads, judges, keeps and exports what all ranks record."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from hicache_obs.cli.layout import fit
+from hicache_obs.config import read_setting, read_text
+from hicache_obs.errors import ConfigError
+from hicache_obs.findings import ExitCode, Verdict, worst
+
+if TYPE_CHECKING:
+    from hicache_obs.agent import NodeAgent, NodeOptions
+    from hicache_obs.analyzer import Analyzer
+    from hicache_obs.analyzer.check import Totals
+    from hicache_obs.analyzer.tally import Tally
+    from hicache_obs.costs import AnalysisSink
+    from hicache_obs.exporters.prometheus import Metrics
+    from hicache_obs.records import Ranks
+
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+REPORTED: Final = (Verdict.VIOLATION, Verdict.CONTRADICTION, Verdict.LATENT, Verdict.UNKNOWN)
+
+
+@click.command("agent")
+@click.option("--dir", "directory", type=click.Path(path_type=Path), metavar="DIR", help="Where the rings are.")
+@click.option("--port", type=click.IntRange(0, 65535), metavar="N", help="Port of /metrics, 0 for any free one.")
+@click.option("--bind", metavar="ADDRESS", help="Local address of /metrics.")
+@click.option("--journal", type=click.Path(path_type=Path), metavar="DIR", help="Keep all records, a folder per ring.")
+@click.option(
+    "--journal-max-bytes", type=click.IntRange(min=1 << 16), metavar="N",
+    help="Size of the journals of one rank; the oldest records go first.",
+)  # fmt: skip
+@click.option("--once", is_flag=True, help="Read what is there, say what was found, and end; no port is opened.")
+def command(
+    directory: Path | None,
+    port: int | None,
+    bind: str | None,
+    journal: Path | None,
+    journal_max_bytes: int | None,
+    once: bool,
+) -> int:
+    """Read the rings of all ranks on this node, and serve their metrics on one port.
+
+    New rings are found while it runs; one agent reads a directory. SIGTERM ends it: what is in the rings is read
+    and kept, exit code 0. Defaults come from the settings that 'hicache-obs doctor' lists.
+    """
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="hicache-obs agent: %(message)s", force=True)
+    options = _options(directory, journal, journal_max_bytes)
+    if once:
+        return int(_read_once(options))
+    _serve(options, port, bind)
+    return int(ExitCode.CLEAN)
+
+
+def _options(directory: Path | None, journal: Path | None, max_bytes: int | None) -> NodeOptions:
+    from hicache_obs.agent import NodeOptions
+
+    if journal is None and read_text("journal")[0]:
+        journal = Path(read_text("journal")[0])
+    if journal is not None:
+        _check_journal(journal)
+    return NodeOptions(
+        directory=Path(read_text("ring_dir")[0]) if directory is None else directory,
+        journals=journal,
+        journal_max_bytes=read_setting("journal_max_bytes")[0] if max_bytes is None else max_bytes,
+        period_s=read_setting("poll_ms")[0] / 1e3,
+        cpu_share=read_setting("agent_cpu_percent")[0] / 100,
+        keep=read_text("finished")[0] == "keep",
+        finished_rings=read_setting("finished_rings")[0],
+    )
+
+
+def _check_journal(directory: Path) -> None:
+    """Refuse a directory now that would fail at the first record."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(None, "Permission denied")
+    except OSError as error:
+        raise ConfigError(
+            f"--journal {directory}: {error.strerror}; name a directory this process can write to"
+        ) from None
+
+
+def _serve(options: NodeOptions, port: int | None, bind: str | None) -> None:
+    from hicache_obs.exporters.prometheus import Metrics, serve
+
+    address = read_text("bind")[0] if bind is None else bind
+    number = read_setting("port")[0] if port is None else port
+    metrics = Metrics(ranks=(), engine="agent")
+    with (
+        _wait_for_signals() as wait,
+        _agent(options, metrics) as agent,
+        serve(metrics, address=address, port=number, option="--port") as server,
+    ):
+        agent.describe(url=server.url, journal="" if options.journals is None else str(options.journals.absolute()))
+        click.echo(f"reading the rings in {options.directory}, metrics at {server.url}")
+        sys.stdout.flush()
+        agent.run(wait)
+
+
+@contextmanager
+def _agent(
+    options: NodeOptions, metrics: Metrics, more: Callable[[Ranks, Analyzer], Sequence[AnalysisSink]] | None = None
+) -> Iterator[NodeAgent]:
+    from hicache_obs.agent import NodeAgent
+
+    agent = NodeAgent(options, metrics) if more is None else NodeAgent(options, metrics, more_sinks=more)
+    try:
+        yield agent
+    finally:
+        agent.close()
+
+
+@contextmanager
+def _wait_for_signals() -> Iterator[Callable[[float], bool]]:
+    """A function that waits for so many seconds and returns True if one of ``SIGNALS`` has come.
+
+    The handler only writes to a pipe: it may interrupt anything, a lock that an event would need among it.
+    """
+    ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = {name: signal.signal(name, lambda *_: _wake(ends[1])) for name in SIGNALS}
+    try:
+        yield lambda seconds: bool(select.select([ends[0]], [], [], seconds)[0])
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+        for end in ends:
+            os.close(end)
+
+
+def _wake(end: int) -> None:
+    try:
+        os.write(end, b"!")
+    except BlockingIOError:
+        pass  # so many signals that the pipe is full: it is awake
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What one ring gave.
+
+    Attributes:
+        before: What an agent before this one had seen of it.
+    """
+
+    rank: Ranks
+    analyzer: Analyzer
+    before: Totals
+    tally: Tally
+
+    @property
+    def lookups(self) -> int:
+        return self.analyzer.totals.lookups - self.before.lookups
+
+
+def _read_once(options: NodeOptions) -> ExitCode:
+    from hicache_obs.analyzer.tally import Tally
+    from hicache_obs.exporters.prometheus import Metrics
+
+    found: list[_Read] = []
+
+    def listen(rank: Ranks, analyzer: Analyzer) -> list[AnalysisSink]:
+        found.append(_Read(rank, analyzer, replace(analyzer.totals), Tally()))
+        return [found[-1].tally]
+
+    with _agent(options, Metrics(ranks=(), engine="agent"), listen) as agent:
+        agent.drain()
+        blind = agent.blind
+    if not found and not blind:
+        click.echo(f"no rings to read in {options.directory}")
+        return ExitCode.NOTHING_CHECKED
+    for read in found:
+        click.echo(fit(_summary(read), indent=4))
+    codes = [read.tally.exit_code(read.lookups) for read in found]
+    return worst([*codes, *(ExitCode.NOTHING_CHECKED for _ in blind)])
+
+
+def _summary(read: _Read) -> str:
+    rank, records = read.rank, read.analyzer.totals.records - read.before.records
+    verdicts = ", ".join(f"{read.tally.verdicts[verdict]} {verdict.value}" for verdict in REPORTED)
+    return (
+        f"dp{rank.dp} pp{rank.pp} tp{rank.tp}: {records} records, {sum(read.tally.lost.values())} lost, "
+        f"{read.lookups} page pairs checked; operation pairs: {verdicts}"
+    )

@@ -1,0 +1,237 @@
+"""``hicache-obs agent`` as a process: one port, one directory, signals, and disks that fail."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import resource
+import signal
+import socket
+import urllib.request
+from contextlib import closing
+
+import pytest
+
+from hicache_obs.cli import main
+from hicache_obs.readers import open_trace
+from hicache_obs.readers.ring import RingReader
+from hicache_obs.recorder.agent_lock import running_agent
+from hicache_obs.records import NO_OP, EventRecord, Lost
+
+RACE = {"hazard": "waw_forward_restore"}
+
+
+def scrape(url):
+    with urllib.request.urlopen(url) as answer:
+        return answer.read().decode()
+
+
+def test_one_port_serves_all_ranks_and_sigterm_ends_it(
+    agent_process, ring, rings, tmp_path, round_of, fill, value, eventually
+):
+    agent = agent_process("--journal", str(tmp_path / "j"))
+    url = agent.url()
+    assert running_agent(rings) == {
+        "pid": str(agent.process.pid),
+        "url": url,
+        "journal": str(tmp_path / "j"),
+    }
+    for tp in range(3):
+        fill(ring(tp), round_of(1, times=True))
+    eventually(lambda: scrape(url).count("hicache_obs_rings{") == 3)
+    eventually(lambda: value(scrape(url), "violations_total", tp_rank="2", **RACE) == 1)
+    writer = ring(3)
+    fill(writer, round_of(1))
+    assert agent.end(signal.SIGTERM) == 0
+    with closing(RingReader(writer.path)) as reader:
+        assert reader.pending == 0
+    (folder,) = (tmp_path / "j").glob("*tp3*")
+    assert [int(record.op) for record in open_trace(folder) if record.op != NO_OP] == [10, 11]
+    assert running_agent(rings) == {}
+
+
+def test_ctrl_c_ends_it_as_well(agent_process):
+    agent = agent_process()
+    agent.url()
+    assert agent.end(signal.SIGINT) == 0
+
+
+def test_a_second_agent_ends_with_a_message(agent_process, rings, capsys):
+    agent = agent_process()
+    agent.url()
+    assert main(["agent", "--dir", str(rings), "--port", "0"]) == 2
+    assert capsys.readouterr().err == (
+        f"hicache-obs: agent: another agent (process {agent.process.pid}) reads the rings in {rings}; "
+        "stop it, or name another --dir\n"
+    )
+
+
+def test_a_killed_agents_lock_is_nobodys(agent_process, rings):
+    agent = agent_process()
+    agent.url()
+    agent.end(signal.SIGKILL)
+    assert (rings / "agent.lock").exists()
+    assert running_agent(rings) == {}
+    agent_process().url()
+
+
+def test_a_port_that_is_taken_is_named_and_the_directory_is_free_again(rings, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert main(["agent", "--dir", str(rings), "--port", str(port)]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"hicache-obs: --port: port {port} on 127.0.0.1 is in use; choose another or 0 for any free port\n"
+    )
+    assert running_agent(rings) == {}
+
+
+def test_an_address_of_another_machine_is_named(rings, capsys):
+    assert main(["agent", "--dir", str(rings), "--port", "0", "--bind", "192.0.2.1"]) == 2
+    assert "--port: address 192.0.2.1 is not one of this machine" in capsys.readouterr().err
+
+
+def test_settings_come_from_the_environment(rings, ring, round_of, fill, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HICACHE_OBS_DIR", str(rings))
+    monkeypatch.setenv("HICACHE_OBS_JOURNAL", str(tmp_path / "j"))
+    monkeypatch.setenv("HICACHE_OBS_FINISHED", "keep")
+    writer = ring()
+    fill(writer, round_of(1))
+    writer.close()
+    assert main(["agent", "--once"]) == 1
+    assert writer.path.exists()
+    assert len(list((tmp_path / "j").glob("*/*.arrows"))) == 1
+    monkeypatch.setenv("HICACHE_OBS_FINISHED", "burn")
+    assert main(["agent", "--once"]) == 2
+    assert capsys.readouterr().err.endswith("HICACHE_OBS_FINISHED: 'burn'; expected move or keep\n")
+
+
+# -- --once --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fenced", "code", "text"),
+    [
+        (True, 0, "0 violation, 0 contradiction, 0 latent, 0 unknown"),
+        (False, 1, "0 violation, 0 contradiction, 1 latent, 0 unknown"),
+    ],
+)
+def test_once_reads_what_is_there_and_says_what_it_found(rings, ring, round_of, fill, capsys, fenced, code, text):
+    writer = ring(2)
+    records = round_of(1, fenced=fenced)
+    fill(writer, records)
+    assert main(["agent", "--dir", str(rings), "--once"]) == code
+    assert capsys.readouterr().out == (
+        f"dp0 pp0 tp2: {len(records)} records, 0 lost, 1 page pairs checked; operation pairs: {text}\n"
+    )
+
+
+def test_once_without_rings_checks_nothing(rings, capsys):
+    assert main(["agent", "--dir", str(rings), "--once"]) == 3
+    assert capsys.readouterr().out == f"no rings to read in {rings}\n"
+
+
+def test_once_with_a_blind_rank_is_not_clean(rings, ring, round_of, fill):
+    fill(ring(), round_of(1, fenced=True))
+    (rings / "scheduler-dp0-pp0-tp1.1.ring").write_bytes(b"x" * 5000)
+    assert main(["agent", "--dir", str(rings), "--once"]) == 3
+
+
+# -- disks and permissions -----------------------------------------------------------------------------------
+
+
+def limit_files():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def test_a_full_disk_costs_the_journal_and_nothing_else(
+    agent_process, ring, tmp_path, round_of, fill, value, eventually
+):
+    agent = agent_process("--journal", str(tmp_path / "j"), preexec_fn=limit_files)
+    url = agent.url()
+    writer = ring(slots=512, arena_words=1024)
+    for n in range(100):
+        fill(writer, round_of(n, times=True))
+        if n < 8:  # in batches of their own
+            eventually(lambda n=n: value(scrape(url), "records_total") == 5 * (n + 1))
+    eventually(lambda: value(scrape(url), "violations_total", **RACE) == 100)
+    assert value(scrape(url), "ring_errors_total", reason="journal") > 0
+    assert value(scrape(url), "blind") == 0
+    assert agent.end() == 0
+    assert "journal" in agent.log.read_text()
+    assert "File too large" in agent.log.read_text()
+    (folder,) = (tmp_path / "j").iterdir()
+    found = [int(record.op) for record in open_trace(folder) if not isinstance(record, Lost) and record.op != NO_OP]
+    assert found
+    assert found == [op for n in range(100) for op in (10 * n, 10 * n + 1) * 2][: len(found)]
+
+
+def test_a_journal_directory_without_permission_is_refused_at_once(rings, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HICACHE_OBS_DIR", str(rings))
+    monkeypatch.setenv("HICACHE_OBS_JOURNAL", str(tmp_path / "j"))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root, who may run this, may write anywhere
+    assert main(["agent", "--port", "0"]) == 2
+    assert f"--journal {tmp_path / 'j'}: Permission denied; name a directory" in capsys.readouterr().err
+
+
+def test_a_journal_path_that_is_a_file_is_refused_at_once(rings, tmp_path, capsys):
+    (tmp_path / "j").write_text("")
+    assert main(["agent", "--dir", str(rings), "--port", "0", "--journal", str(tmp_path / "j")]) == 2
+    assert f"--journal {tmp_path / 'j'}: File exists; name a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["agent", "--port", "0"], ["agent", "--once"], ["status"], ["off"], ["on"]])
+def test_another_users_directory_is_refused(rings, command, monkeypatch, capsys):
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert main([*command, "--dir", str(rings)]) == 2
+    assert capsys.readouterr().err == (
+        f"hicache-obs: ring directory {rings}: belongs to user {owner}, this process is user {owner + 1}; "
+        "choose another with HICACHE_OBS_DIR or --dir\n"
+    )
+
+
+def test_a_ring_without_permission_blinds_its_rank_only(node, ring, round_of, fill, value, monkeypatch):
+    agent, metrics = node()
+    secret, good = ring(0), ring(1)
+    fill(good, round_of(1))
+    real = builtins.open
+
+    def refuse(path, *arguments, **options):
+        if str(path) == str(secret.path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "open", refuse)
+    assert agent.cycle(budget_s=9) == 3
+    assert [value(metrics, "blind", tp_rank=tp) for tp in "01"] == [1, 0]
+
+
+def test_a_ring_cut_short_does_not_end_the_process(agent_process, ring, round_of, fill, value, eventually):
+    agent = agent_process()
+    url = agent.url()
+    short = ring(0, slots=1 << 12, arena_words=1 << 12)
+    for n in range(300):
+        fill(short, round_of(n, fenced=True))
+    eventually(lambda: "hicache_obs_rings" in scrape(url))
+    os.truncate(short.path, 0)
+    fill(ring(1), round_of(1))
+    eventually(lambda: 'tp_rank="1"' in scrape(url) and value(scrape(url), "records_total", tp_rank="1") == 3)
+    eventually(lambda: value(scrape(url), "blind", tp_rank="0") == 1)
+    assert agent.process.poll() is None
+    assert agent.end() == 0
+    short.disown()
+
+
+def test_a_directory_removed_under_the_process_does_not_end_it(agent_process, rings, ring, value, eventually):
+    agent = agent_process()
+    url = agent.url()
+    writer = ring()
+    eventually(lambda: "hicache_obs_rings{" in scrape(url))
+    for path in rings.iterdir():
+        path.unlink()
+    rings.rmdir()
+    writer.append(EventRecord(1, 0, 0, 1, 1))
+    eventually(lambda: value(scrape(url), "records_total") == 1)
+    eventually(lambda: running_agent(rings).get("pid") == str(agent.process.pid))
+    assert agent.end() == 0
