@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
+from hicache_obs._struct import Struct
 from hicache_obs.analyzer.foreign import Foreign
 from hicache_obs.analyzer.hazards import TRANSFERS, Hazards, principal
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
@@ -16,8 +16,7 @@ from hicache_obs.records import EventId, Space, StreamId
 RECENT_WAITS: Final = 256
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wait:
+class _Wait(Struct, frozen=True, eq=False, gc=False):
     """A wait seen recently."""
 
     waiter: Actor

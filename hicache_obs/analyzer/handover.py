@@ -6,16 +6,12 @@ been handed over then counts as doubtful.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
 
-from hicache_obs.analyzer.order import Actor, Order, Snapshot
+from hicache_obs.analyzer.order import DOUBTFUL_SEQ, Actor, Order, Snapshot
 from hicache_obs.records import RecordStream, TensorAlloc, TensorFree, ThreadPost, ThreadRecv
 
-_DOUBTFUL_SEQ: Final = -1
-"""Sequence of a snapshot that is older than any loss: what follows it is never a proven edge."""
 
 
 class Channels:
@@ -34,7 +30,7 @@ class Channels:
         if order.lost_at < 0:
             self._channels.setdefault(record.channel, deque()).append(order.note(thread, seq))
         else:
-            self._posts[record.channel, thread] = order.note(thread, _DOUBTFUL_SEQ)
+            self._posts[record.channel, thread] = order.note(thread, DOUBTFUL_SEQ)
 
     def receive(self, record: ThreadRecv) -> None:
         """Follow the matching post. After a loss nobody knows which it is: any of them, perhaps."""
@@ -53,7 +49,7 @@ class Channels:
         """Records were lost: posts and receives no longer match by count."""
         for channel, posts in self._channels.items():
             for post in posts:
-                self._posts[channel, post.actor] = dataclasses.replace(post, seq=_DOUBTFUL_SEQ)
+                self._posts[channel, post.actor] = post.doubted()
         self._channels.clear()
 
 
@@ -93,7 +89,7 @@ class Blocks:
         """Returns the tensor's block, ``None`` if its allocation was never seen."""
         tensor = self._tensors.pop(record.tensor, None)
         if tensor is None or tensor.seq < self._order.lost_at:  # its block or its marks may be among the lost
-            self._strays = self._order.notes(_DOUBTFUL_SEQ)
+            self._strays = self._order.notes(DOUBTFUL_SEQ)
         if tensor is None:
             return None
         self._returned[tensor.block] = [self._order.note(stream, seq) for stream in tensor.marked]
