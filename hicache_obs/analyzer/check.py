@@ -73,6 +73,9 @@ MAX_ENDED: Final = 1024
 """Transfers in no stream whose end a further thread may still learn of."""
 _NAMED: Final = frozenset({DefineSpace.STREAM, DefineSpace.THREAD, DefineSpace.SITE, DefineSpace.ENGINE})
 """What findings name. Requests, events and I/O have new ids for ever."""
+_CHECKED: Final = {(what, int(space), int(mode)): hazards for (what, space, mode), hazards in CHECKED.items()}
+"""``CHECKED`` by plain numbers: an enum takes long to hash."""
+_NOTHING: Final = (0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +139,7 @@ class Analyzer:
         self._io_slots: list[int] = []
         self._labels: dict[Actor, Label] = {}
         """What each stream ran last: the layers of a round and of a transfer share one label."""
-        self._checked: dict[tuple[str, int, int], list[int]] = {}
+        self._checked: dict[tuple[str, int, int], tuple[int, int]] = {}
         """Pages and pairs looked up by role, space and mode; the sink has not heard of them yet."""
         self._seq = 0
         self.totals = Totals()
@@ -342,10 +345,10 @@ class Analyzer:
             record.accesses,
             record.layers,
             order.clock(actor),
-            op=record.op if op is None else op,
-            seq=self._seq,
-            issued_ns=record.host_ns,
-            label=label,
+            record.op if op is None else op,
+            self._seq,
+            record.host_ns,
+            label,
         )
         for lookup in lookups:
             self._count(label.what, lookup)
@@ -365,20 +368,17 @@ class Analyzer:
         access = lookup.access
         pages, pairs = len(access.ids), lookup.pairs
         self.totals.lookups += pairs
-        key = what, int(access.space), int(access.mode)
-        sums = self._checked.get(key)
-        if sums is None:
-            sums = self._checked[key] = [0, 0]
-        sums[0] += pages
-        sums[1] += pairs
+        key = what, access.space + 0, access.mode + 0
+        known_pages, known_pairs = self._checked.get(key, _NOTHING)
+        self._checked[key] = known_pages + pages, known_pairs + pairs
         if what == "restore" and access.space is Space.DEVICE:
             self.totals.pages_checked += pages
             self.totals.pairs_checked += pairs
 
     def _flush_checked(self) -> None:
         """Tell the sink what was looked up since the last time."""
-        for (what, space, mode), (pages, pairs) in self._checked.items():
-            for hazard in CHECKED[what, Space(space), Mode(mode)]:
+        for key, (pages, pairs) in self._checked.items():
+            for hazard in _CHECKED[key]:
                 self._sink.on_checked(hazard, pages, pairs)
         self._checked.clear()
 

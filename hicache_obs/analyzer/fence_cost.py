@@ -17,6 +17,7 @@ from hicache_obs.analyzer.shadow import Operation
 from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost, TransferKind
 from hicache_obs.findings import Hazard
 from hicache_obs.records import (
+    NO_OP,
     Direction,
     EventWait,
     Kernel,
@@ -31,15 +32,14 @@ from hicache_obs.records import (
 FENCES: Final = (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
 MAX_WAITS: Final = 4096
 """Waits whose device times may still come."""
+MAX_MARKS: Final = 4096
+"""Event records whose completion is told from what was queued before them."""
 MAX_TRANSFERS: Final = 512
 """Transfers whose device times may still come: each keeps its page arrays."""
 
 
 class _Wait(Struct, eq=False):
-    """A wait on a stream; ``mark`` is what was last queued on the stream it waits for, and when.
-
-    A layer wait needs no mark, and an old wait loses its own: marks that name waits would form an endless chain.
-    """
+    """A wait on a stream; ``mark`` is what was last queued on the stream it waits for, and when."""
 
     op: OpId
     purpose: Purpose
@@ -49,8 +49,11 @@ class _Wait(Struct, eq=False):
     end_ns: int | None = None
 
 
-class _Mark(Struct, frozen=True, eq=False):
-    """Last timed item before a record on its stream; the record completes when both are past."""
+class _Mark(Struct, eq=False):
+    """Last timed item before a record on its stream; the record completes when both are past.
+
+    An old mark forgets its item, which would keep page arrays and, through waits, ever older items alive.
+    """
 
     item: Operation | _Wait | None
     issued_ns: int
@@ -60,6 +63,10 @@ class _Mark(Struct, frozen=True, eq=False):
         if self.item is None:
             return self.issued_ns
         return None if self.item.end_ns is None else max(self.issued_ns, self.item.end_ns)
+
+
+_FORGOTTEN: Final = _Wait(NO_OP, Purpose.PLAIN, 0, None)
+"""An item whose end will never be known."""
 
 
 class _Transfer(Struct, eq=False):
@@ -104,8 +111,7 @@ class FenceMeter:
         self._last: dict[Actor, Operation | _Wait] = {}
         self._queued: dict[Actor, list[_Wait]] = {}
         self._waits: dict[OpId, _Wait] = {}
-        self._chained: deque[_Wait] = deque()
-        """Waits that have a mark, oldest first."""
+        self._marks: deque[_Mark] = deque()
         self._restores: dict[int, _Transfer] = {}
         self._backups: dict[int, _Transfer] = {}
         self._of_copy: dict[OpId, _Transfer] = {}
@@ -117,20 +123,19 @@ class FenceMeter:
 
     def mark(self, stream: Actor, issued_ns: int) -> object:
         """Note for a record made on ``stream`` now; handed back in ``on_wait`` with the snapshot."""
-        return _Mark(self._last.get(stream), issued_ns)
+        mark = _Mark(self._last.get(stream), issued_ns)
+        self._marks.append(mark)
+        if len(self._marks) > MAX_MARKS:
+            self._marks.popleft().item = _FORGOTTEN
+        return mark
 
     def on_wait(self, stream: Actor, record: EventWait | WaitStream, snapshot: Snapshot | None) -> None:
         """A wait was queued on ``stream``."""
-        self._waits[record.op] = wait = _Wait(record.op, record.purpose, record.host_ns, None)
-        self._last[stream] = wait
+        mark = snapshot.mark if snapshot is not None else None
+        wait = _Wait(record.op, record.purpose, record.host_ns, mark if isinstance(mark, _Mark) else None)
+        self._waits[record.op] = self._last[stream] = wait
         if record.purpose is Purpose.LAYER:
             return
-        mark = snapshot.mark if snapshot is not None else None
-        if isinstance(mark, _Mark):
-            wait.mark = mark
-            self._chained.append(wait)
-            if len(self._chained) > MAX_WAITS:
-                self._chained.popleft().mark = None
         queued = self._queued.get(stream)
         if queued is None:
             self._queued[stream] = [wait]

@@ -198,17 +198,14 @@ class Order:
         Also applies the implicit order between the legacy default stream and blocking streams. Returns the stream's
         actor.
         """
-        on = self._streams.get(stream)
-        if on is None:
-            on = self.stream(stream)
-        by = self._threads.get(thread)
-        if by is None:
-            by = self.thread(thread)
-        version = self._versions[by]
+        try:
+            on, by = self._streams[stream], self._threads[thread]
+        except KeyError:
+            on, by = self.stream(stream), self.thread(thread)
         joined = self._joined[on]
-        if joined.get(by) != version:
+        if joined.get(by) != self._versions[by]:
             self._merge(on, self._clocks[by], GUARANTEED)
-            joined[by] = version
+            joined[by] = self._versions[by]
         if self._kinds:
             self._follow_legacy(on)
         return on
@@ -225,9 +222,11 @@ class Order:
     def advance(self, actor: Actor) -> int:
         """The actor's next operation happens now; returns its epoch. Check it *before* advancing."""
         levels = self._clocks[actor]
-        epoch = levels[0][actor] + 1
-        for clock in levels:
-            clock[actor] = epoch
+        clock = levels[0]
+        clock[actor] = epoch = clock[actor] + 1
+        if self._depth > 1:
+            for clock in levels[1:]:
+                clock[actor] = epoch
         self._versions[actor] += 1
         return epoch
 
@@ -245,7 +244,7 @@ class Order:
 
     def snapshot(self, stream: Actor, seq: int, mark: object = None) -> Snapshot:
         """An anonymous record on ``stream`` (what ``wait_stream`` makes)."""
-        return Snapshot(self._base(stream), stream, self.advance(stream), seq, mark)
+        return Snapshot(self._bases[stream] or self._base(stream), stream, self.advance(stream), seq, mark)
 
     def current(self, event: EventId) -> Snapshot | None:
         """The event's current record, ``None`` if it was never recorded."""
@@ -273,15 +272,12 @@ class Order:
         A snapshot of a named event taken before the newest loss may have been replaced by a lost re-record, so
         it counts on the doubtful level only. Pass ``polled`` for knowledge gained by a query.
         """
-        if snapshot.seq < self._lost_at:
-            level = DOUBTFUL
-        elif polled:
-            level = POLLED
-        elif self._depth == 1:
+        if self._depth == 1 and not polled and snapshot.seq >= self._lost_at:
             self._join_base(actor, snapshot)
             return
-        else:
-            level = GUARANTEED
+        level = POLLED if polled else GUARANTEED
+        if snapshot.seq < self._lost_at:
+            level = DOUBTFUL
         self._deepen(level + 1)
         self._merge(actor, snapshot.levels, level)
         for clock in self._clocks[actor][level:]:
@@ -292,15 +288,17 @@ class Order:
     def _join_base(self, actor: Actor, snapshot: Snapshot) -> None:
         own = self._clocks[actor][0]
         base = snapshot.levels
-        changed = False
-        if self._followed[actor] is not base:
+        if self._followed[actor] is base:
+            changed = False
+        else:
             self._followed[actor] = base
             changed = _join(own, base[0])
         if own[snapshot.actor] < snapshot.epoch:
             own[snapshot.actor] = snapshot.epoch
-            changed = True
-        if changed:
-            self._changed(actor)
+        elif not changed:
+            return
+        self._versions[actor] += 1
+        self._bases[actor] = None
 
     def observe_all(self, thread: Actor) -> None:
         """``thread`` waited until all work queued on every stream was complete."""
@@ -335,6 +333,7 @@ class Order:
         self._old_events = EventId(low), EventId(high)
 
     def _base(self, actor: Actor) -> list[Clock]:
+        """What snapshots of the actor share until ``_changed``."""
         base = self._bases[actor]
         if base is None:
             base = self._bases[actor] = [clock.copy() for clock in self._clocks[actor]]

@@ -34,7 +34,7 @@ from hicache_obs.records import Access, Mode, OpId, PageIds, Space, StreamId, Th
 MAX_GROUPS: Final = 8192
 MAX_KEPT_IDS: Final = 1 << 22
 """Page ids in the groups that measured times are compared with; their arrays take at most eight bytes for each."""
-_OWNED: Final = 8 * MAX_GROUPS
+_OWNED: Final = 2 * MAX_GROUPS
 _MAX_OWNERS: Final = 64
 _LONG: Final = 1024
 """From this many ids on, looking whether they are consecutive pays."""
@@ -162,8 +162,6 @@ def _last_epoch(group: Group) -> int:
 class _Cells:
     """Last group per page of one space and pool; grows to the largest id seen.
 
-    What is known of a page lies together: a page set that was not used for a while is fetched from memory once.
-
     Attributes:
         wrote, touched: Number of the last group, 0 for none.
         freed, moved: Position in the trace plus one of the last free and move.
@@ -171,16 +169,12 @@ class _Cells:
         newest: Number of each actor's last group here.
     """
 
-    __slots__ = ("_table", "freed", "moved", "newest", "scratch", "touched", "wrote")
+    __slots__ = ("freed", "moved", "newest", "scratch", "touched", "wrote")
 
     def __init__(self) -> None:
+        self.wrote = self.touched = self.freed = self.moved = np.zeros(0, np.int64)
+        self.scratch = np.zeros(0, np.bool_)
         self.newest: dict[Actor, int] = {}
-        self._resize(np.zeros((1024, 4), np.int64))
-
-    def _resize(self, table: npt.NDArray[np.int64]) -> None:
-        self._table = table
-        self.wrote, self.touched, self.freed, self.moved = table.T
-        self.scratch = np.zeros(len(table), np.bool_)
 
     def place(self, ids: PageIds) -> PageIds | slice:
         """What to index the arrays with for ``ids``, which are not none; makes room for them.
@@ -195,7 +189,7 @@ class _Cells:
         elif count >= _LONG and ids.item(-1) - first == count - 1 and _consecutive(ids):
             low, high = first, first + count - 1
         else:
-            low, high = ids.item(ids.argmin()), ids.item(ids.argmax())
+            low, high = _bounds(ids)
             first = -1
         if low < 0 or high >= len(self.wrote):
             self._grow(low, high)
@@ -204,9 +198,12 @@ class _Cells:
     def _grow(self, low: int, high: int) -> None:
         if high >= MAX_IDS or low < 0:
             raise TraceError(f"page or buffer ids {low} to {high}; expected 0 to {MAX_IDS - 1}")
-        table = np.zeros((max(high + 1, 2 * len(self._table)), 4), np.int64)
-        table[: len(self._table)] = self._table
-        self._resize(table)
+        size = max(1024, high + 1, 2 * len(self.wrote))
+        for name in ("wrote", "touched", "scratch", "freed", "moved"):
+            old = getattr(self, name)
+            new = np.zeros(size, old.dtype)
+            new[: len(old)] = old
+            setattr(self, name, new)
 
 
 def _consecutive(ids: PageIds) -> bool:
@@ -214,8 +211,17 @@ def _consecutive(ids: PageIds) -> bool:
     return int(np.count_nonzero(ids[1:] - ids[:-1] == 1)) == len(ids) - 1
 
 
+def _bounds(ids: PageIds) -> tuple[int, int]:
+    """The largest id, and the smallest or any that is not negative."""
+    if len(ids) >= _LONG and ids.dtype == np.int64:
+        high = ids.item(ids.view(np.uint64).argmax())  # a negative one counts as the largest: one pass for both
+        if high >= 0:
+            return high, high
+    return ids.item(ids.argmin()), ids.item(ids.argmax())
+
+
 class _Owners:
-    """Which groups are an actor's own: a page set that the actor has to itself takes one gather to see.
+    """Which groups are an actor's own, to find the others' among the last groups of a page set.
 
     Args:
         groups: The groups kept, by number; a view.
@@ -245,15 +251,11 @@ class _Owners:
         if own is None:
             own = self._survey(actor)
         places = numbers - self._base
-        known = own.take(places, mode="clip")
-        count = int(np.count_nonzero(known))
-        if count == len(numbers):
-            return []
-        if count:
-            places = places[~known]
+        np.maximum(places, 0, out=places)
+        top = self._newest - self._base + 1
         flags = self._flags
         flags[places] = True
-        found: list[int] = (np.flatnonzero(flags[: self._newest - self._base + 1]) + self._base).tolist()
+        found: list[int] = ((flags[:top] > own[:top]).nonzero()[0] + self._base).tolist()
         flags[places] = False
         return found
 
@@ -306,7 +308,6 @@ class Shadow:
         accesses: tuple[Access, ...],
         layers: tuple[int, int],
         clock: Clock,
-        *,
         op: OpId,
         seq: int,
         issued_ns: int,
@@ -333,7 +334,11 @@ class Shadow:
         history = self._history.get(actor)
         group = history[-1] if history else None
         lookups = _NO_LOOKUPS
-        if group is None or group.ends[-1] > layers[0] or not _same(group.accesses, accesses):
+        if (
+            group is None
+            or group.ends[-1] > layers[0]
+            or not (group.accesses is accesses or _same(group.accesses, accesses))
+        ):
             group = self._new_group(actor, accesses)
             group.safe = (candidates[0][0] if len(candidates) == 1 else _oldest(candidates, group)).number - 1
             lookups = self._open(group)
@@ -514,12 +519,9 @@ class Shadow:
 
 def _same(a: tuple[Access, ...], b: tuple[Access, ...]) -> bool:
     """Both touch the same page array objects in the same way."""
-    return a is b or (
-        len(a) == len(b)
-        and all(
-            x.ids is y.ids and x.mode is y.mode and x.space is y.space and x.pool == y.pool
-            for x, y in zip(a, b, strict=True)
-        )
+    return len(a) == len(b) and all(
+        x.ids is y.ids and x.mode is y.mode and x.space is y.space and x.pool == y.pool
+        for x, y in zip(a, b, strict=True)
     )
 
 

@@ -1,0 +1,77 @@
+"""Memory and speed over a trace of any length: ``make long-trace N=10000000``.
+
+Records are made lazily by ``hicache_obs.testing.rounds`` (decode rounds; one round in 32 restores 4,096 pages, one
+is followed by a write-back) and analysed in batches, with device times or without. Prints records per second of
+processor time in the analyzer, and the process's resident memory at every tenth. Fails, with exit code 1, if memory
+after the first tenth grows by more than ``--bound-mib``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+from hicache_obs.analyzer import Analyzer
+from hicache_obs.analyzer.tally import Tally
+from hicache_obs.testing.rounds import Rounds
+
+BATCH = 8192
+
+
+def resident_mib() -> float:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def run(records: int, *, timed: bool, bound_mib: float) -> bool:
+    """Analyse one trace; whether memory stayed within the bound."""
+    tally = Tally()
+    analyzer = Analyzer(tally)
+    trace = Rounds(timed=timed).trace(records)
+    title = "with device times" if timed else "without device times"
+    print(f"{title}: {records:,} records; {resident_mib():.0f} MiB before the first", flush=True)
+    fed, busy_s, early, step = 0, 0.0, 0.0, 1
+    while batch := list(islice(trace, BATCH)):
+        began = time.process_time()
+        fed += analyzer.feed(batch)
+        busy_s += time.process_time() - began
+        while step <= 10 and fed >= step * records // 10:
+            gc.collect()
+            now = resident_mib()
+            early = now if step == 1 else early
+            print(
+                f"  {fed:>12,} records  {fed / busy_s:>9,.0f} records/s  {now:6.0f} MiB  "
+                f"{analyzer.retained_groups:,} groups",
+                flush=True,
+            )
+            step += 1
+    analyzer.finish()
+    grown = resident_mib() - early
+    kept = grown <= bound_mib
+    print(f"  from 10 % to the end: {grown:+.0f} MiB; allowed: {bound_mib:.0f}; {len(tally.defects)} findings")
+    if tally.defects or not analyzer.totals.lookups:
+        print("  every fence is in place: there must be look-ups and no finding")
+        return False
+    return kept
+
+
+def main() -> int:
+    """Run both traces; 0 if memory stayed within the bound."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("records", type=int, nargs="?", default=10_000_000)
+    parser.add_argument("--bound-mib", type=float, default=32.0, help="growth allowed after the first tenth")
+    parser.add_argument("--only", choices=("timed", "untimed"), help="one of the two traces")
+    options = parser.parse_args()
+    traces = [options.only == "timed"] if options.only else [False, True]
+    results = [run(options.records, timed=timed, bound_mib=options.bound_mib) for timed in traces]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
