@@ -141,6 +141,8 @@ class Analyzer:
         """What each stream ran last: the layers of a round and of a transfer share one label."""
         self._checked: dict[tuple[str, int, int], tuple[int, int]] = {}
         """Pages and pairs looked up by role, space and mode; the sink has not heard of them yet."""
+        self._owned = 0
+        """Pages whose owner was looked up, likewise."""
         self._seq = 0
         self.totals = Totals()
         self._handlers: dict[type[Record], Callable[[Any], None]] = {
@@ -356,9 +358,7 @@ class Analyzer:
         if self._foreign.memory:
             self.totals.shared += self._foreign.touched(record.accesses)
         if self._ownership.active:
-            owned = self._ownership.check(operation)
-            if owned:
-                self._sink.on_checked(Hazard.LIFETIME, owned, owned)
+            self._owned += self._ownership.check(operation)
         for conflict in conflicts:
             self._on_conflict(conflict, operation, actor)
         order.advance(actor)
@@ -381,6 +381,9 @@ class Analyzer:
             for hazard in _CHECKED[key]:
                 self._sink.on_checked(hazard, pages, pairs)
         self._checked.clear()
+        if self._owned:
+            self._sink.on_checked(Hazard.LIFETIME, self._owned, self._owned)
+            self._owned = 0
 
     def _on_conflict(self, conflict: Conflict, later: Operation, actor: Actor) -> None:
         earlier = conflict.earlier

@@ -101,6 +101,7 @@ class Rounds:
         order = np.arange(pages) if consecutive else self._random.permutation(pages)
         self._pages: PageIds = order.astype(np.int64)
         self._count = restored_pages
+        self._spare = pages // 4  # at the end of the order; rows grow into these, and load-backs leave them alone
         self._next = ROWS * ROW_PAGES
         self._rows: PageIds = self._pages[: self._next].reshape(ROWS, ROW_PAGES).copy()
         self._grown = 0
@@ -126,7 +127,7 @@ class Rounds:
 
     def restore(self, shape: Shape = Shape.PER_LAYER) -> list[AnyRecord]:
         """One restore round."""
-        if self._next + self._count > len(self._pages):
+        if self._next + self._count > len(self._pages) - self._spare:
             self._next = ROWS * ROW_PAGES
         pages = self._pages[self._next : self._next + self._count].copy()
         self._next += self._count
@@ -216,8 +217,7 @@ class Rounds:
     def _grow(self, records: list[AnyRecord]) -> None:
         """Two rows begin a new page; their oldest pages go to somebody else."""
         rows = [self._grown % ROWS, (self._grown + 1) % ROWS]
-        spare = len(self._pages) // 4
-        fresh = self._pages[[-1 - self._grown % spare, -2 - self._grown % spare]]
+        fresh = self._pages[[-1 - self._grown % self._spare, -2 - self._grown % self._spare]]
         self._grown += 2
         old = self._rows[rows, 0]
         self._rows[rows, :-1] = self._rows[rows, 1:]
