@@ -357,7 +357,7 @@ class Analyzer:
         self._taint.step(operation)
         if self._foreign.memory:
             self.totals.shared += self._foreign.touched(record.accesses)
-        if self._ownership.active:
+        if operation.group.owned_at != self._ownership.changes:
             self._owned += self._ownership.check(operation)
         for conflict in conflicts:
             self._on_conflict(conflict, operation, actor)
@@ -422,10 +422,10 @@ class Analyzer:
     def _wait(self, record: EventWait | WaitStream, waiter: StreamId, snapshot: Snapshot | None) -> None:
         order = self._order
         stream = order.issue(waiter, record.thread)
-        event = record.event if isinstance(record, EventWait) else None
-        self._causes.note_wait(stream, waiter, snapshot, self._seq, event)
-        self._early.stop(waiter)
-        if event is not None and self._foreign.waits(event, self._seq):
+        self._causes.note_wait(stream, waiter, snapshot, self._seq)
+        if self._early.active:
+            self._early.stop(waiter)
+        if isinstance(record, EventWait) and self._foreign.waits(record.event, self._seq):
             order.suspect(stream)
         elif snapshot is not None:
             order.join(stream, snapshot)

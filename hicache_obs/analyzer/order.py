@@ -50,6 +50,7 @@ class Snapshot(Struct, eq=False):
         epoch: The actor's count.
         seq: Position of the record in the trace.
         mark: Caller's note, kept unread (the fence cost module keeps the last timed item there).
+        former: What this record of an event replaced; of the current record only.
     """
 
     levels: list[Clock]
@@ -57,6 +58,7 @@ class Snapshot(Struct, eq=False):
     epoch: int
     seq: int
     mark: object = None
+    former: Snapshot | None = None
 
     def covers(self, actor: Actor, epoch: int) -> bool:
         """Whether operation ``epoch`` of ``actor`` is guaranteed to be among what is complete."""
@@ -202,13 +204,16 @@ class Order:
             on, by = self._streams[stream], self._threads[thread]
         except KeyError:
             on, by = self.stream(stream), self.thread(thread)
+        self._issue(on, by)
+        return on
+
+    def _issue(self, on: Actor, by: Actor) -> None:
         joined = self._joined[on]
         if joined.get(by) != self._versions[by]:
             self._merge(on, self._clocks[by], GUARANTEED)
             joined[by] = self._versions[by]
         if self._kinds:
             self._follow_legacy(on)
-        return on
 
     def _follow_legacy(self, stream: Actor) -> None:
         kind = self._kinds.get(stream)
@@ -239,8 +244,11 @@ class Order:
 
     def record(self, event: EventId, stream: Actor, seq: int, mark: object = None) -> None:
         """``event`` now marks all work queued on ``stream``; the marker is itself work of the stream."""
-        self._events.pop(event, None)  # so that the table stays in order of records
-        self._events[event] = self.snapshot(stream, seq, mark)
+        former = self._events.pop(event, None)  # so that the table stays in order of records
+        self._events[event] = snapshot = self.snapshot(stream, seq, mark)
+        if former is not None:
+            former.former = None
+            snapshot.former = former
 
     def snapshot(self, stream: Actor, seq: int, mark: object = None) -> Snapshot:
         """An anonymous record on ``stream`` (what ``wait_stream`` makes)."""

@@ -119,15 +119,9 @@ class Ownership:
         self._pools: tuple[dict[int, _Cells], ...] = tuple({} for _ in Space)
         """By space and pool."""
         self._changes: dict[int, Change] = {}
-        self._count = 0
+        self.changes = 0
+        """Allocator calls so far; ``check`` of a group that has seen all of them finds nothing new."""
         self._lost = False
-        self._clean: dict[Actor, tuple[int, int]] = {}
-        """Per actor the group last found clean, and the number of changes then."""
-
-    @property
-    def active(self) -> bool:
-        """Whether any page has an owner: else ``check`` would find nothing."""
-        return self._count > 0
 
     def allocate(self, record: PageAlloc) -> None:
         """Pages were given out."""
@@ -165,8 +159,6 @@ class Ownership:
     def check(self, operation: Operation) -> int:
         """Judge an operation, and note what it writes; returns how many of its pages have a known owner."""
         group = operation.group
-        if self._clean.get(group.actor) == (group.number, self._count):
-            return 0
         known = 0
         moves = operation.label.what == "relocate"
         clean = True
@@ -180,7 +172,7 @@ class Ownership:
                 clean = False
                 self._look(operation, access, cells, state, moves=moves)
         if clean:
-            self._clean[group.actor] = group.number, self._count
+            group.owned_at = self.changes
         return known
 
     def _look(
@@ -216,15 +208,15 @@ class Ownership:
         ledger = order.ledger(record.thread)
         epoch = order.advance(ledger)
         order.follow(order.thread(record.thread), ledger)
-        self._count += 1
-        self._changes[self._count] = Change(record.op, record.thread, record.host_ns, what, ledger, epoch)
-        self._changes.pop(self._count - MAX_CHANGES, None)
+        self.changes += 1
+        self._changes[self.changes] = Change(record.op, record.thread, record.host_ns, what, ledger, epoch)
+        self._changes.pop(self.changes - MAX_CHANGES, None)
         pools = self._pools[access.space]
         cells = pools.get(access.pool)
         if cells is None:
             cells = pools[access.pool] = _Cells()
         cells.reach(access.ids)
-        cells.change[access.ids] = self._count
+        cells.change[access.ids] = self.changes
         return cells
 
 

@@ -112,6 +112,7 @@ class Group(Struct, eq=False):
         safe, seen: No group of another actor numbered in ``(safe, seen]`` shares a page with this one.
         prior: The groups of other actors that last touched these pages before this group, as far as they are
             kept; what the measured check and the fence cost compare with.
+        owned_at: Number of allocator calls when all pages were last found to be used by their owner.
         end_ns, surely_until_ns: Latest end of a member whose times are known; the same less its error. 0 without.
     """
 
@@ -125,6 +126,7 @@ class Group(Struct, eq=False):
     safe: int = 0
     seen: int = 0
     prior: tuple[Group, ...] = ()
+    owned_at: int = 0
     end_ns: int = 0
     surely_until_ns: int = 0
 
