@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -71,6 +72,8 @@ from hicache_obs.trace import Names
 PRUNE_EVERY: Final = 512
 MAX_ENDED: Final = 1024
 """Transfers in no stream whose end a further thread may still learn of."""
+MAX_GRAPHS: Final = 4096
+"""Executable graphs known; a replay of an older one may follow anything."""
 _NAMED: Final = frozenset({DefineSpace.STREAM, DefineSpace.THREAD, DefineSpace.SITE, DefineSpace.ENGINE})
 """What findings name. Requests, events and I/O have new ids for ever."""
 _CHECKED: Final = {(what, int(space), int(mode)): hazards for (what, space, mode), hazards in CHECKED.items()}
@@ -131,6 +134,8 @@ class Analyzer:
         self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
         self._meter = FenceMeter(sink, self._hazards.between)
         self._graphs: dict[int, Snapshot] = {}
+        """By graph, its newest replay; ``_graphs_forgotten``: older graphs were dropped."""
+        self._graphs_forgotten = False
         self._replay: _Replay | None = None
         self._channels = Channels(self._order)
         self._blocks = Blocks(self._order)
@@ -210,6 +215,9 @@ class Analyzer:
         self._shadow.prune(floor)
         self._verdicts.bound()
         self._meter.bound()
+        for graph in list(islice(self._graphs, max(0, len(self._graphs) - MAX_GRAPHS))):
+            del self._graphs[graph]
+            self._graphs_forgotten = True
         self._flush_checked()
 
     def finish(self) -> None:
@@ -260,6 +268,9 @@ class Analyzer:
         earlier = self._graphs.get(record.graph)
         if earlier is not None:
             order.join(stream, earlier)
+        elif self._graphs_forgotten:
+            order.suspect(stream)
+        self._graphs.pop(record.graph, None)  # so that the table stays in order of replays
         label = Label("graph", record.site, record.stream, record.group, record.thread)
         if record.nodes:
             self._replay = _Replay(record, stream, label, record.nodes)

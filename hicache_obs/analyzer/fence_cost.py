@@ -112,8 +112,8 @@ class FenceMeter:
         self._queued: dict[Actor, list[_Wait]] = {}
         self._waits: dict[OpId, _Wait] = {}
         self._marks: deque[_Mark] = deque()
-        self._restores: dict[int, _Transfer] = {}
-        self._backups: dict[int, _Transfer] = {}
+        self._transfers: dict[tuple[bool, int], _Transfer] = {}
+        """By whether it restores, and number; in order of their first copies."""
         self._of_copy: dict[OpId, _Transfer] = {}
         self._pool_layers: dict[int, int] = {}
 
@@ -150,11 +150,11 @@ class FenceMeter:
         if not isinstance(record, Memcpy) or record.direction is Direction.DEVICE_TO_DEVICE:
             return
         restore = record.direction is Direction.HOST_TO_DEVICE
-        transfers = self._restores if restore else self._backups
-        transfer = transfers.get(record.group)
+        transfer = self._transfers.get((restore, record.group))
         if transfer is None:
             kind = TransferKind.RESTORE if restore else TransferKind.BACKUP
-            transfer = transfers[record.group] = self._begin(kind, operation, record, waits or [])
+            transfer = self._begin(kind, operation, record, waits or [])
+            self._transfers[restore, record.group] = transfer
         transfer.last = operation
         transfer.size_bytes += record.size_bytes
         transfer.untimed += 1
@@ -190,22 +190,20 @@ class FenceMeter:
         """Give up on waits and transfers whose times are overdue, so that tables stay bounded."""
         for op in list(islice(self._waits, max(0, len(self._waits) - MAX_WAITS))):
             del self._waits[op]
-        for transfers in (self._restores, self._backups):
-            for number in list(islice(transfers, max(0, len(transfers) - MAX_TRANSFERS))):
-                for op in transfers.pop(number).ops:
-                    self._of_copy.pop(op, None)
+        for key in list(islice(self._transfers, max(0, len(self._transfers) - MAX_TRANSFERS))):
+            for op in self._transfers.pop(key).ops:
+                self._of_copy.pop(op, None)
 
     def finish(self) -> None:
         """The trace is over: measure transfers of pools whose layer count was never declared."""
-        for transfer in (*self._restores.values(), *self._backups.values()):
+        for transfer in list(self._transfers.values()):
             if not transfer.untimed:
                 self._complete(transfer)
-        self._restores.clear()
-        self._backups.clear()
+        self._transfers.clear()
         self._of_copy.clear()
 
     def _complete(self, transfer: _Transfer) -> None:
-        del (self._restores if transfer.kind is TransferKind.RESTORE else self._backups)[transfer.number]
+        del self._transfers[transfer.kind is TransferKind.RESTORE, transfer.number]
         for fence in transfer.fences:
             cost = self._cost(transfer, fence)
             if cost is not None:

@@ -446,9 +446,7 @@ class Shadow:
                     found.extend((group, known) for group in history[first:])
         return found
 
-    def _conflicts(
-        self, group: Group, layers: tuple[int, int], candidates: list[tuple[Group, int]]
-    ) -> list[Conflict]:
+    def _conflicts(self, group: Group, layers: tuple[int, int], candidates: list[tuple[Group, int]]) -> list[Conflict]:
         found: list[Conflict] = []
         for candidate, after in candidates:
             members = candidate.overlapping(layers, after)

@@ -32,6 +32,8 @@ from hicache_obs.records import ALL_LAYERS, Access, Mode, OpId, Space, StreamId,
 from hicache_obs.trace import Names
 
 MAX_PENDING: Final = 65536
+MAX_RACED: Final = 1 << 20
+"""Pages known to have raced; with more of them, later races on them no longer count as secondary."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +104,8 @@ class Verdicts:
         for op in list(islice(self.live, max(0, len(self.live) - MAX_PENDING))):
             del self.live[op]
             self.settle(op)
+        if len(self._raced) > MAX_RACED:
+            self._raced.clear()
 
     def finish(self) -> None:
         """Report pairs whose device times never came."""

@@ -147,7 +147,7 @@ class Rounds:
         return self._with_times(records)
 
     def trace(self, records: int) -> Iterator[AnyRecord]:
-        """At least ``records`` records: of 32 rounds, one restores, in either shape, and one is followed by a backup."""
+        """At least ``records`` records; of 32 rounds one restores, in either shape, and one is a write-back."""
         made = 0
         number = 0
         batch = self.prologue()
