@@ -1,13 +1,15 @@
-"""The peers that the analyzer is measured beside: a naive checker of our own, and torch's CUDA sanitizer."""
+"""What the analyzer is measured beside: a naive checker, torch's CUDA sanitizer, and the least one could do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hicache_obs.records import (
+    KINDS,
     AnyRecord,
     EventRecord,
     EventSync,
@@ -126,9 +128,46 @@ class Sanitizer:
             chosen = writes if access.mode is Mode.WRITE else reads
             chosen.update(range(first + record.layers[0], first + record.layers[1]))
         reads -= writes
-        aliases = dict.fromkeys(reads | writes, ["pages"])
+        aliases = {address: ["pages"] for address in reads | writes}
         found = self._handler._handle_kernel_launch(record.stream, reads, writes, set(), "op", aliases)
         self.races += len(found)
+
+
+class Floor:
+    """What any analyzer in Python with numpy page tables has to do, and nothing else: it judges nothing.
+
+    One call per record; one gather and one scatter per page array, once for records that share their arrays.
+    """
+
+    def __init__(self) -> None:
+        self._tables = [np.zeros(1 << 19, np.int64) for _ in Space]
+        self._seen: object = None
+        self._handlers = {kind: self._nothing for kind in KINDS}
+        self._handlers[Kernel] = self._handlers[Memcpy] = self._work
+        self.races = 0
+
+    def feed(self, records: Iterable[AnyRecord]) -> None:
+        """Touch ``records``."""
+        handlers = self._handlers
+        for record in records:
+            handlers[type(record)](record)
+
+    def _nothing(self, record: Any) -> None:
+        """The call is the cost."""
+
+    def _work(self, record: Any) -> None:
+        if record.accesses is not self._seen:
+            self._seen = record.accesses
+            for access in record.accesses:
+                table = self._tables[access.space]
+                table.take(access.ids)
+                table[access.ids] = record.op
+
+
+@pytest.fixture
+def floor() -> Floor:
+    """Does the least that could be done."""
+    return Floor()
 
 
 @pytest.fixture

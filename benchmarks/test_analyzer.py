@@ -2,7 +2,7 @@
 
 ``hicache_obs.testing.rounds`` says what is in a round. Records are made outside the timing. The rows of one table see
 rounds of the same make; a table's ratios are against its fastest row. Microseconds per record and pages per second,
-at the median, are listed at the end.
+of the fastest round, are listed at the end. ``make bench`` counts processor time of the thread, not time on a clock.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _measure(benchmark: BenchmarkFixture, checker: Checker | Analyzer, rounds: R
     benchmark.group = f"analyse a round: {kind}"
     records = len(make())
     benchmark.pedantic(checker.feed, setup=lambda: ((make(),), {}), rounds=times, warmup_rounds=1)
-    benchmark.extra_info["us per record"] = round(benchmark.stats.stats.median * 1e6 / records, 2)
+    benchmark.extra_info["us per record"] = round(benchmark.stats.stats.min * 1e6 / records, 2)
 
 
 def _finished(tally: Tally, analyzer: Analyzer) -> None:
@@ -68,6 +68,12 @@ def test_round(benchmark: BenchmarkFixture, kind: str, pages: str) -> None:
     rounds = Rounds(consecutive="consecutive" in pages, timed="timed" in pages)
     _measure(benchmark, analyzer, rounds, kind, 300 if kind == "decode" else 60)
     _finished(tally, analyzer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_floor(benchmark: BenchmarkFixture, floor: Checker, kind: str) -> None:
+    """A call per record, a gather and a scatter per page array: the limit for this analyzer's approach in Python."""
+    _measure(benchmark, floor, Rounds(), kind, 300 if kind == "decode" else 60)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,7 +124,7 @@ def _measure_pages(benchmark: BenchmarkFixture, checker: Checker | Analyzer, ids
 
     benchmark.group = f"page checks: {len(ids)} pages"
     benchmark.pedantic(checker.feed, setup=setup, rounds=50 if isinstance(checker, Analyzer) else 5, warmup_rounds=3)
-    benchmark.extra_info["million pages per second"] = round(len(ids) / benchmark.stats.stats.median / 1e6, 1)
+    benchmark.extra_info["million pages per second"] = round(len(ids) / benchmark.stats.stats.min / 1e6, 1)
 
 
 @pytest.mark.parametrize("what", ["read anywhere", "write anywhere", "read consecutive", "write consecutive"])
