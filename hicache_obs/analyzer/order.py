@@ -356,6 +356,10 @@ class Order:
     def _merge(self, actor: Actor, levels: list[Clock], at_least: int) -> None:
         """Join ``levels[k]`` into the actor's level k, for every k from ``at_least`` up."""
         own = self._clocks[actor]
+        if self._depth == 1:
+            if _join(own[0], levels[0]):
+                self._changed(actor)
+            return
         changed = False
         for level in range(at_least, self._depth):
             changed |= _join(own[level], levels[min(level, len(levels) - 1)])
