@@ -9,7 +9,7 @@ STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV
 NVTX_OLD := .cache/nvtx-0.2.11
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test check format bench fuzz crash gpu-check nsys-env clean
+.PHONY: help venv lock demo test check format bench long-trace fuzz crash gpu-check nsys-env clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,7 +53,11 @@ format: venv  ## rewrite the code to the project's format and apply safe lint fi
 	$(BIN)/ruff format .
 
 bench: venv  ## run the benchmarks side by side with their peers (ARGS: pytest options)
-	$(BIN)/python -m pytest benchmarks/ --benchmark-only $(ARGS)
+	$(BIN)/python -m pytest benchmarks/ --benchmark-only --benchmark-timer=time.thread_time \
+	  --benchmark-columns=min,median,iqr,rounds $(ARGS)
+
+long-trace: venv  ## analyse a trace of N=10000000 records; fails if memory grows (ARGS: options)
+	$(BIN)/python benchmarks/long_trace.py $(or $(N),10000000) $(ARGS)
 
 fuzz: venv  ## random traces of every record kind against brute force (N=20000 programs)
 	HICACHE_OBS_FUZZ=$(or $(N),20000) $(BIN)/python -m pytest -q tests/analyzer/test_fuzz.py $(ARGS)

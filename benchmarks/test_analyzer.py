@@ -1,14 +1,14 @@
-"""Cost of analysing one round, against the same analyzer without page groups, in the same run.
+"""Cost of analysing one round, and pages looked up per second; the peers in the same run.
 
-A decode round reads and writes 256 pages; a restore round restores 4,096 pages over 80 layers, fenced, and the
-forward round that consumes it waits for and reads every layer. The peer hands every record its own page array,
-which is what a checker that keeps one clock per layer has to look at.
+``hicache_obs.testing.rounds`` says what is in a round. Records are made outside the timing. The rows of one table see
+rounds of the same make; a table's ratios are against its fastest row. Microseconds per record and pages per second,
+of the fastest round, are listed at the end. ``make bench`` counts processor time of the thread, not time on a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -16,103 +16,134 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.tally import Tally
-from hicache_obs.records import (
-    Direction,
-    EventId,
-    EventRecord,
-    EventSync,
-    EventWait,
-    Kernel,
-    Memcpy,
-    Mode,
-    OpId,
-    PageIds,
-    Purpose,
-    Record,
-    StreamId,
-    ThreadId,
-    WaitStream,
-    device,
-)
+from hicache_obs.records import AnyRecord, Kernel, Mode, OpId, PageIds, StreamId, ThreadId, WaitStream, device
+from hicache_obs.testing.rounds import Rounds, Shape
 
-MAIN = ThreadId(0)
-SCHEDULE, FORWARD, LOAD = StreamId(0), StreamId(1), StreamId(2)
-DONE, START = EventId(0), EventId(1)
-LAYER_EVENTS = 2
-PAGES = 1 << 17
+KINDS = ("decode", "restore, a record per layer", "restore, a record per transfer")
+SIZES = (64, 256, 1024, 4096, 65536, 262144)
+POOL = 1 << 19
 
 
-class Rounds:
-    """Makes records of decode and restore rounds; ``grouped`` shares page arrays, as the recorder does."""
+class Checker(Protocol):
+    """A peer; ``conftest`` has them."""
 
-    def __init__(self, *, grouped: bool) -> None:
-        self._ops = count()
-        self._grouped = grouped
-        rng = np.random.default_rng(0)
-        self._decode = rng.choice(PAGES, 256, replace=False).astype(np.int64)
-        self._restore = rng.choice(PAGES, 4096, replace=False).astype(np.int64)
+    races: int
+    """Races reported so far."""
 
-    def _ids(self, ids: PageIds) -> PageIds:
-        return ids if self._grouped else ids.copy()
-
-    def _kernel(self, ids: PageIds, layers: tuple[int, int], number: int) -> Kernel:
-        ids = self._ids(ids)
-        accesses = (device(Mode.READ, ids), device(Mode.WRITE, ids[:256] if not self._grouped else self._decode))
-        return Kernel(OpId(next(self._ops)), MAIN, 0, FORWARD, 0, number, 0, layers, accesses)
-
-    def decode(self) -> list[Record]:
-        """One decode round, its result handled by the host."""
-        op = self._ops
-        return [
-            WaitStream(OpId(next(op)), MAIN, 0, FORWARD, SCHEDULE),
-            self._kernel(self._decode, (0, 80), 0),
-            EventRecord(OpId(next(op)), MAIN, 0, DONE, FORWARD),
-            EventSync(OpId(next(op)), MAIN, 0, DONE),
-        ]
-
-    def restore(self, layers: int = 80) -> list[Record]:
-        """A forward round in flight, a fenced load-back, and the round that consumes it layer by layer."""
-        op = self._ops
-        records: list[Record] = [
-            WaitStream(OpId(next(op)), MAIN, 0, FORWARD, SCHEDULE),
-            self._kernel(self._decode, (0, layers), 0),
-            EventRecord(OpId(next(op)), MAIN, 0, START, SCHEDULE),
-            WaitStream(OpId(next(op)), MAIN, 0, LOAD, FORWARD, Purpose.LOAD_FENCE),
-            EventWait(OpId(next(op)), MAIN, 0, START, LOAD, Purpose.START),
-        ]
-        for layer in range(layers):
-            accesses = (device(Mode.WRITE, self._ids(self._restore)),)
-            records.append(
-                Memcpy(OpId(next(op)), MAIN, 0, LOAD, 1, 0, 0, (layer, layer + 1), accesses, Direction.HOST_TO_DEVICE)
-            )
-            records.append(EventRecord(OpId(next(op)), MAIN, 0, EventId(LAYER_EVENTS + layer), LOAD))
-        records.append(WaitStream(OpId(next(op)), MAIN, 0, FORWARD, SCHEDULE))
-        for layer in range(layers):
-            event = EventId(LAYER_EVENTS + layer)
-            records.append(EventWait(OpId(next(op)), MAIN, 0, event, FORWARD, Purpose.LAYER))
-            records.append(self._kernel(self._restore, (layer, layer + 1), 1))
-        records.append(EventRecord(OpId(next(op)), MAIN, 0, DONE, FORWARD))
-        records.append(EventSync(OpId(next(op)), MAIN, 0, DONE))
-        return records
+    def feed(self, records: Iterable[AnyRecord]) -> object:
+        """Check ``records``."""
 
 
-@pytest.fixture
-def tally() -> Iterator[Tally]:
-    """Checks after the benchmark that work was done and nothing was reported."""
-    kept = Tally()
-    yield kept
-    assert not kept.defects
-    assert sum(kept.checked.values()) > 0
+def _measure(benchmark: BenchmarkFixture, checker: Checker | Analyzer, rounds: Rounds, kind: str, times: int) -> None:
+    """Time ``checker`` on rounds of ``kind``, in a trace that has decode and restore rounds before."""
+
+    def make() -> list[AnyRecord]:
+        if kind == "decode":
+            return rounds.decode()
+        return rounds.restore(Shape.PER_LAYER if "layer" in kind else Shape.WHOLE)
+
+    checker.feed(rounds.prologue())
+    for _ in range(2):
+        checker.feed(rounds.decode())
+        checker.feed(rounds.restore(Shape.WHOLE))
+    benchmark.group = f"analyse a round: {kind}"
+    records = len(make())
+    benchmark.pedantic(checker.feed, setup=lambda: ((make(),), {}), rounds=times, warmup_rounds=1)
+    benchmark.extra_info["us per record"] = round(benchmark.stats.stats.min * 1e6 / records, 2)
 
 
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "per-layer"])
-@pytest.mark.parametrize("kind", ["decode", "restore"])
-def test_round(benchmark: BenchmarkFixture, tally: Tally, kind: str, grouped: bool) -> None:
-    """Analyse one round; the records are made outside the timing."""
-    benchmark.group = f"analyse a {kind} round"
+def _finished(tally: Tally, analyzer: Analyzer) -> None:
+    """Work was done, and nothing was reported."""
+    analyzer.finish()
+    assert not tally.defects
+    assert sum(tally.checked.values()) > 0
+
+
+@pytest.mark.parametrize("pages", ["anywhere", "consecutive", "anywhere, timed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_round(benchmark: BenchmarkFixture, kind: str, pages: str) -> None:
+    """This analyzer: pages anywhere in the pool or consecutive; without and with device times."""
+    tally = Tally()
     analyzer = Analyzer(tally)
-    rounds = Rounds(grouped=grouped)
-    make = rounds.decode if kind == "decode" else rounds.restore
-    analyzer.feed(make())
+    rounds = Rounds(consecutive="consecutive" in pages, timed="timed" in pages)
+    _measure(benchmark, analyzer, rounds, kind, 300 if kind == "decode" else 60)
+    _finished(tally, analyzer)
 
-    benchmark.pedantic(analyzer.feed, setup=lambda: ((make(),), {}), rounds=40, warmup_rounds=5)
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_floor(benchmark: BenchmarkFixture, floor: Checker, kind: str) -> None:
+    """A call per record, a gather and a scatter per page array: the limit for this analyzer's approach in Python."""
+    _measure(benchmark, floor, Rounds(), kind, 300 if kind == "decode" else 60)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_naive(benchmark: BenchmarkFixture, naive: Checker, kind: str) -> None:
+    """A dictionary per layer; in a small pool, for it takes some 300 bytes per page and layer."""
+    _measure(benchmark, naive, Rounds(pages=8192), kind, 20 if kind == "decode" else 3)
+    assert not naive.races
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_sanitizer(benchmark: BenchmarkFixture, sanitizer: Checker, kind: str) -> None:
+    """torch's CUDA sanitizer, one address per layer: it cannot tell pages apart, and has no threads or times."""
+    _measure(benchmark, sanitizer, Rounds(), kind, 60)
+    assert not sanitizer.races
+
+
+class Pages:
+    """Two streams in turn: one writes pages, the other waits for it and reads or writes them."""
+
+    def __init__(self, ids: PageIds) -> None:
+        self._ids = ids
+        self._ops = 0
+
+    def _touch(self, mode: Mode, stream: int) -> list[AnyRecord]:
+        self._ops += 2
+        wait, op = OpId(self._ops), OpId(self._ops + 1)
+        accesses = (device(mode, self._ids.copy()),)
+        return [
+            WaitStream(wait, ThreadId(0), 0, StreamId(stream), StreamId(1 - stream)),
+            Kernel(op, ThreadId(0), 0, StreamId(stream), 0, self._ops, 0, (0, 1), accesses),
+        ]
+
+    def write(self) -> list[AnyRecord]:
+        """The fenced write before."""
+        return self._touch(Mode.WRITE, 0)
+
+    def check(self, mode: Mode) -> list[AnyRecord]:
+        """What is measured."""
+        return self._touch(mode, 1)
+
+
+def _measure_pages(benchmark: BenchmarkFixture, checker: Checker | Analyzer, ids: PageIds, mode: Mode) -> None:
+    pages = Pages(ids)
+
+    def setup() -> tuple[tuple[list[AnyRecord]], dict[str, object]]:
+        checker.feed(pages.write())
+        return (pages.check(mode),), {}
+
+    benchmark.group = f"page checks: {len(ids)} pages"
+    benchmark.pedantic(checker.feed, setup=setup, rounds=50 if isinstance(checker, Analyzer) else 5, warmup_rounds=3)
+    benchmark.extra_info["million pages per second"] = round(len(ids) / benchmark.stats.stats.min / 1e6, 1)
+
+
+@pytest.mark.parametrize("what", ["read anywhere", "write anywhere", "read consecutive", "write consecutive"])
+@pytest.mark.parametrize("size", SIZES)
+def test_page_checks(benchmark: BenchmarkFixture, size: int, what: str) -> None:
+    """A wait and one access: its pages are looked up and marked."""
+    ids = np.arange(size, dtype=np.int64)
+    if "anywhere" in what:
+        ids = np.random.default_rng(0).choice(POOL, size, replace=False).astype(np.int64)
+    tally = Tally()
+    analyzer = Analyzer(tally)
+    _measure_pages(benchmark, analyzer, ids, Mode.READ if "read" in what else Mode.WRITE)
+    assert analyzer.totals.lookups >= 53 * size
+    _finished(tally, analyzer)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_page_checks_naive(benchmark: BenchmarkFixture, naive: Checker, size: int) -> None:
+    """The dictionary, one layer."""
+    ids = np.random.default_rng(0).choice(POOL, size, replace=False).astype(np.int64)
+    _measure_pages(benchmark, naive, ids, Mode.READ)
+    assert not naive.races

@@ -1,15 +1,26 @@
-"""``Struct`` for a machine without ``msgspec``, such as one where ``make gpu-check`` runs and installs nothing.
+"""``Struct``: ``msgspec``'s where it is installed, else a dataclass that does as much of it as this package needs.
 
-Does the same as ``msgspec.Struct`` as far as ``hicache_obs.records`` needs it, at the speed of a dataclass.
+The second is for a machine such as one where ``make gpu-check`` runs and installs nothing. It is as fast as a
+dataclass.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from msgspec import Struct
+else:
+    try:
+        from msgspec import Struct
+    except ModuleNotFoundError:
+
+        class Struct:
+            """Base of records: ``class Name(Struct, frozen=True, eq=False, gc=False)``."""
+
+            def __init_subclass__(cls, *, frozen: bool = False, eq: bool = True, gc: bool = True) -> None:
+                dataclasses.dataclass(frozen=frozen, eq=eq)(cls)
 
 
-class Struct:
-    """Base of records: ``class Name(Struct, frozen=True, eq=False, gc=False)``."""
-
-    def __init_subclass__(cls, *, frozen: bool, eq: bool, gc: bool) -> None:
-        dataclasses.dataclass(frozen=frozen, eq=eq)(cls)
+__all__ = ["Struct"]

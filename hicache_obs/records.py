@@ -54,18 +54,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NewType
+from typing import Final, NewType
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from msgspec import Struct
-else:
-    try:
-        from msgspec import Struct
-    except ModuleNotFoundError:
-        from hicache_obs._struct import Struct
+from hicache_obs._struct import Struct
 
 OpId = NewType("OpId", int)
 StreamId = NewType("StreamId", int)

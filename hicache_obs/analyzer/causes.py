@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
+from hicache_obs._struct import Struct
 from hicache_obs.analyzer.foreign import Foreign
 from hicache_obs.analyzer.hazards import TRANSFERS, Hazards, principal
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.shadow import Conflict, Operation, Shadow
 from hicache_obs.findings import Cause, Proof
-from hicache_obs.records import EventId, Space, StreamId
+from hicache_obs.records import Space, StreamId
 
 RECENT_WAITS: Final = 256
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wait:
+class _Wait(Struct, frozen=True, eq=False, gc=False):
     """A wait seen recently."""
 
     waiter: Actor
     stream: StreamId
     snapshot: Snapshot | None
     former: Snapshot | None
+    """What the event's record had replaced."""
     seq: int
     epoch: int
     """The waiter's epoch at the wait: a later epoch means the waiter has run something since."""
@@ -38,28 +38,14 @@ class Causes:
         self._shadow = shadow
         self._hazards = hazards
         self._waits: deque[_Wait] = deque(maxlen=RECENT_WAITS)
-        self._former: dict[EventId, Snapshot] = {}
-        """What an event's newest record replaced; of the events recorded again last."""
 
-    def note_record(self, event: EventId) -> None:
-        """``event`` is about to be recorded, perhaps again."""
-        current = self._order.current(event)
-        if current is not None:
-            self._former.pop(event, None)  # so that the oldest is first
-            self._former[event] = current
-            if len(self._former) > RECENT_WAITS:
-                del self._former[next(iter(self._former))]
-
-    def note_wait(
-        self, waiter: Actor, stream: StreamId, snapshot: Snapshot | None, seq: int, event: EventId | None = None
-    ) -> None:
+    def note_wait(self, waiter: Actor, stream: StreamId, snapshot: Snapshot | None, seq: int) -> None:
         """``waiter`` (a stream or thread) waits for ``snapshot``, ``None`` if the event was never recorded.
 
         Args:
             stream: The waiting stream; for a thread the stream that it synchronised with.
-            event: The event, if it has a name.
         """
-        former = None if event is None else self._former.get(event)
+        former = None if snapshot is None else snapshot.former
         self._waits.append(_Wait(waiter, stream, snapshot, former, seq, self._order.clock(waiter)[waiter]))
 
     def of(self, conflict: Conflict, later: Operation, actor: Actor, proof: Proof) -> tuple[Cause, StreamId | None]:
@@ -104,8 +90,9 @@ class Causes:
                 if wait.waiter == actor:
                     cause = Cause.EVENT_UNRECORDED
                 continue
-            covers = _covers(wait.snapshot, earlier)
-            if not covers and wait.waiter == actor and wait.former is not None and _covers(wait.former, earlier):
+            covers = wait.snapshot.covers(before, earlier.epoch)
+            former = wait.former
+            if not covers and wait.waiter == actor and former is not None and former.covers(before, earlier.epoch):
                 return Cause.EVENT_REUSE, None
             idle = not covers and wait.waiter == thread and wait.snapshot.actor != before
             elsewhere = covers and wait.waiter != actor and self._nothing_since(wait)
@@ -118,9 +105,3 @@ class Causes:
     def _nothing_since(self, wait: _Wait) -> bool:
         """Whether the waiting stream has run nothing since: a fence that protects no work."""
         return wait.epoch == self._order.clock(wait.waiter)[wait.waiter]
-
-
-def _covers(snapshot: Snapshot, operation: Operation) -> bool:
-    """Whether ``operation`` is guaranteed to be complete once the record is."""
-    actor, clock = operation.group.actor, snapshot.levels[0]
-    return actor < len(clock) and clock[actor] >= operation.epoch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from hicache_obs.analyzer.handover import Blocks, Channels
 from hicache_obs.analyzer.hazards import CHECKED, IO_ROLE, Hazards, role
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.ownership import Ownership
-from hicache_obs.analyzer.shadow import Conflict, Group, Label, Lookup, Operation, Shadow
+from hicache_obs.analyzer.shadow import Conflict, Label, Lookup, Operation, Shadow
 from hicache_obs.analyzer.taint import Taint
 from hicache_obs.analyzer.verdicts import Pair, Verdicts
 from hicache_obs.costs import AnalysisSink
@@ -71,6 +72,13 @@ from hicache_obs.trace import Names
 PRUNE_EVERY: Final = 512
 MAX_ENDED: Final = 1024
 """Transfers in no stream whose end a further thread may still learn of."""
+MAX_GRAPHS: Final = 4096
+"""Executable graphs known; a replay of an older one may follow anything."""
+_NAMED: Final = frozenset({DefineSpace.STREAM, DefineSpace.THREAD, DefineSpace.SITE, DefineSpace.ENGINE})
+"""What findings name. Requests, events and I/O have new ids for ever."""
+_CHECKED: Final = {(what, int(space), int(mode)): hazards for (what, space, mode), hazards in CHECKED.items()}
+"""``CHECKED`` by plain numbers: an enum takes long to hash."""
+_NOTHING: Final = (0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,12 +134,20 @@ class Analyzer:
         self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
         self._meter = FenceMeter(sink, self._hazards.between)
         self._graphs: dict[int, Snapshot] = {}
+        """By graph, its newest replay; ``_graphs_forgotten``: older graphs were dropped."""
+        self._graphs_forgotten = False
         self._replay: _Replay | None = None
         self._channels = Channels(self._order)
         self._blocks = Blocks(self._order)
         self._ios: dict[int, int] = {}
         self._ended: dict[int, Snapshot] = {}
         self._io_slots: list[int] = []
+        self._labels: dict[Actor, Label] = {}
+        """What each stream ran last: the layers of a round and of a transfer share one label."""
+        self._checked: dict[tuple[str, int, int], tuple[int, int]] = {}
+        """Pages and pairs looked up by role, space and mode; the sink has not heard of them yet."""
+        self._owned = 0
+        """Pages whose owner was looked up, likewise."""
         self._seq = 0
         self.totals = Totals()
         self._handlers: dict[type[Record], Callable[[Any], None]] = {
@@ -181,17 +197,28 @@ class Analyzer:
 
     def feed(self, records: Iterable[Record]) -> int:
         """Analyse ``records``; returns how many there were."""
-        count = 0
+        handlers = self._handlers
+        first = seq = self._seq
         for record in records:
-            self._handlers[type(record)](record)
-            self._seq += 1
-            count += 1
-            if self._seq % PRUNE_EVERY == 0:
-                self._shadow.prune(self._order.floor())
-                self._verdicts.bound()
-        self.totals.records += count
-        self._sink.on_records(count)
-        return count
+            handlers[type(record)](record)
+            self._seq = seq = seq + 1
+            if not seq % PRUNE_EVERY:
+                self._prune()
+        self._flush_checked()
+        self.totals.records += seq - first
+        self._sink.on_records(seq - first)
+        return seq - first
+
+    def _prune(self) -> None:
+        floor = self._order.floor()
+        self._order.prune(floor)
+        self._shadow.prune(floor)
+        self._verdicts.bound()
+        self._meter.bound()
+        for graph in list(islice(self._graphs, max(0, len(self._graphs) - MAX_GRAPHS))):
+            del self._graphs[graph]
+            self._graphs_forgotten = True
+        self._flush_checked()
 
     def finish(self) -> None:
         """Report pairs, fences and transfers whose device times never came."""
@@ -201,16 +228,23 @@ class Analyzer:
     # -- operations ------------------------------------------------------------------------------------------
 
     def _on_work(self, record: Kernel | Memcpy) -> None:
-        stream = self._order.stream(record.stream)
-        self._order.issue(stream, self._order.thread(record.thread))
-        label = Label(role(record), record.site, record.stream, record.group, record.thread)
-        actor = stream
+        stream = actor = self._order.issue(record.stream, record.thread)
+        label = self._labels.get(stream)
+        if (
+            label is None
+            or label.number != record.group
+            or label.site != record.site
+            or label.thread != record.thread
+            or label.what != role(record)
+        ):
+            label = Label(role(record), record.site, record.stream, record.group, record.thread)
+            self._labels[stream] = label
         if self._early.active and isinstance(record, Kernel):
             actor = self._early.place(record, stream, self._seq)
         operation = self._enter(record, actor, label)
         if actor != stream:
             self._order.follow(stream, actor)
-        self._live[record.op] = [operation]
+        self._live[record.op] = (operation,)
         self._meter.on_operation(stream, operation, record)
 
     def _on_host_access(self, record: HostAccess) -> None:
@@ -219,10 +253,9 @@ class Analyzer:
         self._verdicts.settle(operation.op)  # a host access has no device times to wait for
 
     def _on_relocate(self, record: Relocate) -> None:
-        stream = self._order.stream(record.stream)
-        self._order.issue(stream, self._order.thread(record.thread))
+        stream = self._order.issue(record.stream, record.thread)
         label = Label("relocate", record.site, record.stream, 0, record.thread)
-        self._live[record.op] = [self._enter(record, stream, label)]
+        self._live[record.op] = (self._enter(record, stream, label),)
         for access in record.accesses:
             if access.mode is Mode.READ:
                 self._shadow.note_move(access, self._seq)
@@ -231,16 +264,18 @@ class Analyzer:
         """A replay follows its stream and earlier replays of the graph; host-side waits around it do not replay."""
         self._close_replay()
         order = self._order
-        stream = order.stream(record.stream)
-        order.issue(stream, order.thread(record.thread))
+        stream = order.issue(record.stream, record.thread)
         earlier = self._graphs.get(record.graph)
         if earlier is not None:
             order.join(stream, earlier)
+        elif self._graphs_forgotten:
+            order.suspect(stream)
+        self._graphs.pop(record.graph, None)  # so that the table stays in order of replays
         label = Label("graph", record.site, record.stream, record.group, record.thread)
         if record.nodes:
             self._replay = _Replay(record, stream, label, record.nodes)
             return
-        self._live[record.op] = [self._enter(record, stream, label)]
+        self._live[record.op] = (self._enter(record, stream, label),)
         self._graphs[record.graph] = order.note(stream, self._seq)
 
     def _on_graph_node(self, record: GraphNode) -> None:
@@ -257,7 +292,7 @@ class Analyzer:
             order.record(record.event, actor, self._seq)
         else:
             operation = self._enter(record, actor, replay.label, op=replay.record.op)
-            self._live.setdefault(replay.record.op, []).append(operation)
+            self._live[replay.record.op] = (*self._live.get(replay.record.op, ()), operation)
         replay.left -= 1
         if not replay.left:
             self._close_replay()
@@ -318,24 +353,23 @@ class Analyzer:
     ) -> Operation:
         """Check an operation and add it to the history; ``op`` replaces the record's id (a graph's entries)."""
         order = self._order
-        clock = order.clock(actor)
-
-        def make(group: Group) -> Operation:
-            epoch = clock[actor] + 1
-            return Operation(
-                record.op if op is None else op, epoch, self._seq, record.layers, record.host_ns, label, group
-            )
-
-        operation, conflicts, lookups = self._shadow.enter(actor, record.accesses, record.layers, clock, make)
+        operation, conflicts, lookups = self._shadow.enter(
+            actor,
+            record.accesses,
+            record.layers,
+            order.clock(actor),
+            record.op if op is None else op,
+            self._seq,
+            record.host_ns,
+            label,
+        )
         for lookup in lookups:
             self._count(label.what, lookup)
         self._taint.step(operation)
         if self._foreign.memory:
             self.totals.shared += self._foreign.touched(record.accesses)
-        if self._ownership.active:
-            owned = self._ownership.check(operation)
-            if owned:
-                self._sink.on_checked(Hazard.LIFETIME, owned, owned)
+        if operation.group.owned_at != self._ownership.changes:
+            self._owned += self._ownership.check(operation)
         for conflict in conflicts:
             self._on_conflict(conflict, operation, actor)
         order.advance(actor)
@@ -343,13 +377,24 @@ class Analyzer:
 
     def _count(self, what: str, lookup: Lookup) -> None:
         access = lookup.access
-        pages = len(access.ids)
-        self.totals.lookups += lookup.pairs
-        for hazard in CHECKED[what, access.space, access.mode]:
-            self._sink.on_checked(hazard, pages, lookup.pairs)
+        pages, pairs = len(access.ids), lookup.pairs
+        self.totals.lookups += pairs
+        key = what, access.space + 0, access.mode + 0
+        known_pages, known_pairs = self._checked.get(key, _NOTHING)
+        self._checked[key] = known_pages + pages, known_pairs + pairs
         if what == "restore" and access.space is Space.DEVICE:
             self.totals.pages_checked += pages
-            self.totals.pairs_checked += lookup.pairs
+            self.totals.pairs_checked += pairs
+
+    def _flush_checked(self) -> None:
+        """Tell the sink what was looked up since the last time."""
+        for key, (pages, pairs) in self._checked.items():
+            for hazard in _CHECKED[key]:
+                self._sink.on_checked(hazard, pages, pairs)
+        self._checked.clear()
+        if self._owned:
+            self._sink.on_checked(Hazard.LIFETIME, self._owned, self._owned)
+            self._owned = 0
 
     def _on_conflict(self, conflict: Conflict, later: Operation, actor: Actor) -> None:
         earlier = conflict.earlier
@@ -372,9 +417,7 @@ class Analyzer:
 
     def _on_event_record(self, record: EventRecord) -> None:
         order = self._order
-        stream = order.stream(record.stream)
-        order.issue(stream, order.thread(record.thread))
-        self._causes.note_record(record.event)
+        stream = order.issue(record.stream, record.thread)
         order.record(record.event, stream, self._seq, self._meter.mark(stream, record.host_ns))
 
     def _on_event_wait(self, record: EventWait) -> None:
@@ -383,18 +426,16 @@ class Analyzer:
 
     def _on_wait_stream(self, record: WaitStream) -> None:
         order = self._order
-        on = order.stream(record.on)
-        order.issue(on, order.thread(record.thread))
+        on = order.issue(record.on, record.thread)
         snapshot = order.snapshot(on, self._seq, self._meter.mark(on, record.host_ns))
         self._wait(record, record.waiter, snapshot)
 
     def _wait(self, record: EventWait | WaitStream, waiter: StreamId, snapshot: Snapshot | None) -> None:
         order = self._order
-        stream = order.stream(waiter)
-        order.issue(stream, order.thread(record.thread))
-        event = record.event if isinstance(record, EventWait) else None
-        self._causes.note_wait(stream, waiter, snapshot, self._seq, event)
-        self._early.stop(waiter)
+        stream = order.issue(waiter, record.thread)
+        self._causes.note_wait(stream, waiter, snapshot, self._seq)
+        if self._early.active:
+            self._early.stop(waiter)
         if isinstance(record, EventWait) and self._foreign.waits(record.event, self._seq):
             order.suspect(stream)
         elif snapshot is not None:
@@ -450,9 +491,9 @@ class Analyzer:
         self._verdicts.rearm(record.access)
 
     def _on_times(self, record: Times) -> None:
-        self._verdicts.on_times(record)
+        operations = self._verdicts.note_times(record)
         self._meter.on_times(record)  # it looks at the operation's times
-        self._verdicts.judge_timed(record.op)
+        self._verdicts.judge_timed(operations)
 
     def _on_lost(self, record: Lost) -> None:
         self._close_replay()
@@ -464,7 +505,8 @@ class Analyzer:
         self._sink.on_lost(record.count, record.reason)
 
     def _on_define(self, record: Define) -> None:
-        self._names.learn(record)
+        if record.space in _NAMED:
+            self._names.learn(record)
         self._foreign.learn(record)
         if record.space is DefineSpace.STREAM:
             self._order.declare(StreamId(record.id), StreamKind(record.value))

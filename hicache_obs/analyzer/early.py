@@ -34,16 +34,14 @@ class EarlyLaunches:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._sites: set[int] = set()
-        self._chains: dict[StreamId, _Chain] = {}
-
-    @property
-    def active(self) -> bool:
+        self.active = False
         """Whether any site launches early: else every kernel runs on its stream."""
-        return bool(self._sites)
+        self._chains: dict[StreamId, _Chain] = {}
 
     def declare(self, site: int) -> None:
         """Kernels of ``site`` may start early from now on."""
         self._sites.add(site)
+        self.active = True
 
     def place(self, record: Kernel, stream: Actor, seq: int) -> Actor:
         """The actor that runs ``record``: its stream's, or for an early start one of its own, which the stream must

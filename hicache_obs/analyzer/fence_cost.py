@@ -6,15 +6,18 @@ operation that touched each page; a transfer is judged by its first copy, since 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
+from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Snapshot
 from hicache_obs.analyzer.shadow import Operation
 from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost, TransferKind
 from hicache_obs.findings import Hazard
 from hicache_obs.records import (
+    NO_OP,
     Direction,
     EventWait,
     Kernel,
@@ -27,12 +30,15 @@ from hicache_obs.records import (
 )
 
 FENCES: Final = (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
-MAX_OPEN: Final = 4096
-_KIND: Final = {Direction.HOST_TO_DEVICE: TransferKind.RESTORE, Direction.DEVICE_TO_HOST: TransferKind.BACKUP}
+MAX_WAITS: Final = 4096
+"""Waits whose device times may still come."""
+MAX_MARKS: Final = 4096
+"""Event records whose completion is told from what was queued before them."""
+MAX_TRANSFERS: Final = 512
+"""Transfers whose device times may still come: each keeps its page arrays."""
 
 
-@dataclass(slots=True, eq=False)
-class _Wait:
+class _Wait(Struct, eq=False):
     """A wait on a stream; ``mark`` is what was last queued on the stream it waits for, and when."""
 
     op: OpId
@@ -43,9 +49,11 @@ class _Wait:
     end_ns: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Mark:
-    """Last timed item before a record on its stream; the record completes when both are past."""
+class _Mark(Struct, eq=False):
+    """Last timed item before a record on its stream; the record completes when both are past.
+
+    An old mark forgets its item, which would keep page arrays and, through waits, ever older items alive.
+    """
 
     item: Operation | _Wait | None
     issued_ns: int
@@ -57,22 +65,32 @@ class _Mark:
         return None if self.item.end_ns is None else max(self.issued_ns, self.item.end_ns)
 
 
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    """One load-back or write-back: its copies, and the waits in front of the first.
+_FORGOTTEN: Final = _Wait(NO_OP, Purpose.PLAIN, 0, None)
+"""An item whose end will never be known."""
 
-    ``whole`` is the layer count of its pool, 0 if never declared; ``layers`` counts those copied.
+
+class _Transfer(Struct, eq=False):
+    """One load-back or write-back: its first and last copy, and the waits in front of the first.
+
+    Attributes:
+        ops: Its copies.
+        whole: Layer count of its pool, 0 if never declared; ``layers`` counts those copied.
+        untimed: Copies whose times are not known.
+        unordered: Whether some copy has a conflict that is not proven ordered.
     """
 
     kind: TransferKind
     number: int
     waits: list[_Wait]
-    copies: list[Operation] = field(default_factory=list)
+    first: Operation
+    last: Operation
+    ops: list[OpId]
+    pages: int
+    whole: int
     size_bytes: int = 0
-    pages: int = 0
     untimed: int = 0
     layers: int = 0
-    whole: int = 0
+    unordered: bool = False
 
     @property
     def fences(self) -> list[_Wait]:
@@ -93,7 +111,9 @@ class FenceMeter:
         self._last: dict[Actor, Operation | _Wait] = {}
         self._queued: dict[Actor, list[_Wait]] = {}
         self._waits: dict[OpId, _Wait] = {}
-        self._transfers: dict[tuple[TransferKind, int], _Transfer] = {}
+        self._marks: deque[_Mark] = deque()
+        self._transfers: dict[tuple[bool, int], _Transfer] = {}
+        """By whether it restores, and number; in order of their first copies."""
         self._of_copy: dict[OpId, _Transfer] = {}
         self._pool_layers: dict[int, int] = {}
 
@@ -103,41 +123,53 @@ class FenceMeter:
 
     def mark(self, stream: Actor, issued_ns: int) -> object:
         """Note for a record made on ``stream`` now; handed back in ``on_wait`` with the snapshot."""
-        return _Mark(self._last.get(stream), issued_ns)
+        mark = _Mark(self._last.get(stream), issued_ns)
+        self._marks.append(mark)
+        if len(self._marks) > MAX_MARKS:
+            self._marks.popleft().item = _FORGOTTEN
+        return mark
 
     def on_wait(self, stream: Actor, record: EventWait | WaitStream, snapshot: Snapshot | None) -> None:
         """A wait was queued on ``stream``."""
         mark = snapshot.mark if snapshot is not None else None
         wait = _Wait(record.op, record.purpose, record.host_ns, mark if isinstance(mark, _Mark) else None)
-        self._last[stream] = wait
-        self._waits[record.op] = wait
-        while len(self._waits) > MAX_OPEN:
-            del self._waits[next(iter(self._waits))]
-        if record.purpose is not Purpose.LAYER:
-            queued = self._queued.setdefault(stream, [])
+        self._waits[record.op] = self._last[stream] = wait
+        if record.purpose is Purpose.LAYER:
+            return
+        queued = self._queued.get(stream)
+        if queued is None:
+            self._queued[stream] = [wait]
+        else:
             queued.append(wait)
             del queued[:-16]
 
     def on_operation(self, stream: Actor, operation: Operation, record: Kernel | Memcpy) -> None:
         """An operation was queued on ``stream``."""
-        waits = self._queued.pop(stream, [])
+        waits = self._queued.pop(stream, None)
         self._last[stream] = operation
-        if not isinstance(record, Memcpy) or record.direction not in _KIND:
+        if not isinstance(record, Memcpy) or record.direction is Direction.DEVICE_TO_DEVICE:
             return
-        key = (_KIND[record.direction], record.group)
-        transfer = self._transfers.get(key)
-        device = [access for access in record.accesses if access.space is Space.DEVICE]
+        restore = record.direction is Direction.HOST_TO_DEVICE
+        transfer = self._transfers.get((restore, record.group))
         if transfer is None:
-            transfer = self._transfers[key] = _Transfer(key[0], record.group, waits)
-            transfer.whole = self._pool_layers.get(device[0].pool if device else 0, 0)
-            transfer.pages = sum(len(access.ids) for access in device)
-            while len(self._transfers) > MAX_OPEN:
-                self._drop(next(iter(self._transfers)))
-        transfer.copies.append(operation)
+            kind = TransferKind.RESTORE if restore else TransferKind.BACKUP
+            transfer = self._begin(kind, operation, record, waits or [])
+            self._transfers[restore, record.group] = transfer
+        transfer.last = operation
         transfer.size_bytes += record.size_bytes
         transfer.untimed += 1
-        transfer.layers += min(record.layers[1], transfer.whole) - record.layers[0] if transfer.whole else 0
+        if operation.unordered:
+            transfer.unordered = True
+        if transfer.whole:
+            transfer.layers += min(record.layers[1], transfer.whole) - record.layers[0]
+        transfer.ops.append(record.op)
         self._of_copy[record.op] = transfer
+
+    def _begin(self, kind: TransferKind, operation: Operation, record: Memcpy, waits: list[_Wait]) -> _Transfer:
+        device = [access for access in record.accesses if access.space is Space.DEVICE]
+        whole = self._pool_layers.get(device[0].pool if device else 0, 0)
+        pages = sum(len(access.ids) for access in device)
+        return _Transfer(kind, record.group, waits, operation, operation, [], pages, whole)
 
     def on_times(self, record: Times) -> None:
         """Device times of a wait or an operation arrived (the operation's own are already set)."""
@@ -154,6 +186,14 @@ class FenceMeter:
         if not transfer.untimed and transfer.whole and transfer.layers >= transfer.whole:
             self._complete(transfer)
 
+    def bound(self) -> None:
+        """Give up on waits and transfers whose times are overdue, so that tables stay bounded."""
+        for op in list(islice(self._waits, max(0, len(self._waits) - MAX_WAITS))):
+            del self._waits[op]
+        for key in list(islice(self._transfers, max(0, len(self._transfers) - MAX_TRANSFERS))):
+            for op in self._transfers.pop(key).ops:
+                self._of_copy.pop(op, None)
+
     def finish(self) -> None:
         """The trace is over: measure transfers of pools whose layer count was never declared."""
         for transfer in list(self._transfers.values()):
@@ -162,17 +202,13 @@ class FenceMeter:
         self._transfers.clear()
         self._of_copy.clear()
 
-    def _drop(self, key: tuple[TransferKind, int]) -> None:
-        for copy in self._transfers.pop(key).copies:
-            self._of_copy.pop(copy.op, None)
-
     def _complete(self, transfer: _Transfer) -> None:
-        del self._transfers[transfer.kind, transfer.number]
+        del self._transfers[transfer.kind is TransferKind.RESTORE, transfer.number]
         for fence in transfer.fences:
             cost = self._cost(transfer, fence)
             if cost is not None:
                 self._sink.on_fence(cost)
-        first, last = transfer.copies[0], transfer.copies[-1]
+        first, last = transfer.first, transfer.last
         if first.start_ns is None or last.end_ns is None:
             return
         submitted = min([first.issued_ns, *(wait.issued_ns for wait in transfer.waits)])
@@ -184,12 +220,12 @@ class FenceMeter:
                 op_ns=last.end_ns - submitted,
                 size_bytes=transfer.size_bytes,
                 pages=transfer.pages,
-                fenced=bool(transfer.fences) or not any(copy.unordered for copy in transfer.copies),
+                fenced=bool(transfer.fences) or not transfer.unordered,
             )
         )
 
     def _cost(self, transfer: _Transfer, fence: _Wait) -> FenceCost | None:
-        first = transfer.copies[0]
+        first = transfer.first
         if fence.start_ns is None or fence.end_ns is None or first.start_ns is None:
             return None
         waited = max(0, fence.end_ns - max(fence.start_ns, first.issued_ns))
@@ -211,7 +247,7 @@ class FenceMeter:
         """When the last operation that conflicts with the transfer ended, and the hazard it would have been."""
         end, hazard = 0, None
         for group in first.group.prior:
-            if group.actor == first.group.actor:
+            if group.end_ns <= end:
                 continue
             for earlier in group.members:
                 if earlier.seq < first.seq and (earlier.end_ns or 0) > end:

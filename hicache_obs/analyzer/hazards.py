@@ -34,8 +34,10 @@ _DEVICE_HAZARDS: Final = {
 def role(record: Kernel | Memcpy) -> str:
     """Role of an operation on a stream, as in ``Label.what``."""
     if isinstance(record, Kernel):
-        pages = any(access.space is Space.DEVICE for access in record.accesses)
-        return "forward" if pages else "kernel"
+        for access in record.accesses:
+            if access.space is Space.DEVICE:
+                return "forward"
+        return "kernel"
     if record.direction is Direction.HOST_TO_DEVICE:
         return "restore"
     return "backup" if record.direction is Direction.DEVICE_TO_HOST else "copy"

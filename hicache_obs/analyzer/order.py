@@ -12,64 +12,105 @@ An *actor* is a stream or a host thread. ``C[actor]`` is what its next operation
 * level 2: also edges that may be false because records were lost.
 
 All levels are one list until the first weaker edge appears, so an ordinary trace pays for one.
+
+Between two waits of a stream only its own count changes. Its snapshots therefore share one copy of the clock, the
+*base*, and state their own count beside it: recording an event per layer copies nothing, and waiting for one layer
+after another joins one number each.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
+from hicache_obs._struct import Struct
 from hicache_obs.findings import Proof
 from hicache_obs.records import EventId, StreamId, StreamKind, ThreadId
 
 GUARANTEED, POLLED, DOUBTFUL = 0, 1, 2
 _PROOF = (Proof.ORDERED, Proof.POLLED, Proof.UNKNOWN)
+DOUBTFUL_SEQ: Final = -2
+"""Sequence of a snapshot that is older than any loss: what follows it is never a proven edge."""
+MAX_EVENTS: Final = 1 << 15
+"""Recorded events kept. Of older ones only a sum is left, and what follows it is never a proven edge."""
 
 Clock = list[int]
 Actor = int
 
 
-@dataclass(slots=True)
-class Snapshot:
+class Snapshot(Struct, eq=False):
     """What is complete once an event's record is complete.
 
     Attributes:
-        levels: One clock per level.
+        levels: One clock per level, shared by the actor's snapshots and never changed; its component of ``actor``
+            may be older than ``epoch``.
         actor: Stream the record was made on.
+        epoch: The actor's count.
         seq: Position of the record in the trace.
         mark: Caller's note, kept unread (the fence cost module keeps the last timed item there).
+        former: What this record of an event replaced; of the current record only.
     """
 
     levels: list[Clock]
     actor: Actor
+    epoch: int
     seq: int
     mark: object = None
+    former: Snapshot | None = None
+
+    def covers(self, actor: Actor, epoch: int) -> bool:
+        """Whether operation ``epoch`` of ``actor`` is guaranteed to be among what is complete."""
+        if actor == self.actor:
+            return epoch <= self.epoch
+        clock = self.levels[GUARANTEED]
+        return actor < len(clock) and epoch <= clock[actor]
+
+    def doubted(self) -> Snapshot:
+        """The same, as an edge that nobody can be sure of."""
+        return Snapshot(self.levels, self.actor, self.epoch, DOUBTFUL_SEQ, self.mark)
 
 
-def _join(into: Clock, other: Clock) -> None:
-    """Component-wise maximum, in place."""
+def _join(into: Clock, other: Clock) -> bool:
+    """Component-wise maximum, in place; whether anything changed."""
     if len(into) < len(other):
         into.extend([0] * (len(other) - len(into)))
+    changed = False
     for index, value in enumerate(other):
         if value > into[index]:
             into[index] = value
+            changed = True
+    return changed
 
 
 class Order:
     """Happens-before over one trace. Feed it steps in trace order; not thread-safe.
 
-    Memory: one clock per actor and per named event; actors are streams and host threads of the process.
+    Memory: one clock per actor and at most one per event, ``MAX_EVENTS`` of them; actors are streams, graph entries
+    and host threads of the process.
     """
 
     def __init__(self) -> None:
-        self._actors: dict[tuple[str | int, ...], Actor] = {}
+        self._streams: dict[StreamId, Actor] = {}
+        self._threads: dict[ThreadId, Actor] = {}
+        self._others: dict[tuple[str, int, int], Actor] = {}
         self._clocks: list[list[Clock]] = []
+        self._bases: list[list[Clock] | None] = []
+        """What the actor's next snapshot shares, ``None`` once another component than its own has changed."""
+        self._followed: list[list[Clock] | None] = []
+        """The base that was joined into the actor's clock last."""
+        self._versions: list[int] = []
+        self._joined: list[dict[Actor, int]] = []
+        """Per stream: the version of each thread's clock that was joined into it."""
         self._kinds: dict[Actor, StreamKind] = {}
         self._events: dict[EventId, Snapshot] = {}
+        self._old_events: tuple[EventId, EventId] | None = None
+        """Lowest and highest id of the events that were dropped."""
+        self._stray = Snapshot([[]], -1, 0, sys.maxsize)
+        """Sum of those of them that some thread did not know to be complete; empty, and no edge, without any."""
         self._depth = 1
         self._lost_at = -1
-        self._versions: list[int] = []
-        self._joined: dict[tuple[Actor, Actor], int] = {}
 
     @property
     def lost_at(self) -> int:
@@ -83,35 +124,45 @@ class Order:
 
     def stream(self, stream: StreamId) -> Actor:
         """Actor of a stream."""
-        return self._actor("s", stream)
+        actor = self._streams.get(stream)
+        if actor is None:
+            actor = self._streams[stream] = self._new_actor()
+        return actor
 
     def thread(self, thread: ThreadId) -> Actor:
         """Actor of a host thread."""
-        return self._actor("t", thread)
+        actor = self._threads.get(thread)
+        if actor is None:
+            actor = self._threads[thread] = self._new_actor()
+        return actor
 
     def declare(self, stream: StreamId, kind: StreamKind) -> None:
         """State a stream's kind; streams never declared are non-blocking."""
-        self._kinds[self.stream(stream)] = kind
+        actor = self.stream(stream)
+        if kind is not StreamKind.NONBLOCKING:
+            self._kinds[actor] = kind
+        else:
+            self._kinds.pop(actor, None)
 
     def node(self, graph: int, index: int) -> Actor:
         """Actor of one entry of a graph. Replays of a graph follow each other, so the entry's runs are in order."""
-        return self._actor("g", graph, index)
+        return self._other("graph", graph, index)
 
     def io(self, slot: int) -> Actor:
         """Actor of a transfer in no stream; the caller gives out slots so that users of one are in order."""
-        return self._actor("i", slot)
+        return self._other("io", slot, 0)
 
     def ledger(self, thread: ThreadId) -> Actor:
         """Actor of a thread's allocator calls, which the thread itself follows."""
-        return self._actor("l", thread)
+        return self._other("ledger", thread, 0)
 
     def early(self, stream: StreamId, slot: int, thread: ThreadId) -> Actor:
         """Actor of a kernel beside its stream, launched by ``thread``; users of one slot must be in order."""
-        actor = self._actor("e", stream, slot)
+        actor = self._other("early", stream, slot)
         kind = self._kinds.get(self.stream(stream))
         if kind is not None:
             self._kinds[actor] = kind
-        self.issue(actor, self.thread(thread))
+        self._issue(actor, self.thread(thread))
         return actor
 
     def suspect(self, actor: Actor, others: Iterable[Actor] | None = None) -> None:
@@ -120,32 +171,53 @@ class Order:
         for other in range(len(self._clocks)) if others is None else others:
             self._merge(actor, self._clocks[other], DOUBTFUL)
 
-    def _actor(self, space: str, *ident: int) -> Actor:
-        key: tuple[str | int, ...] = (space, *ident)
-        actor = self._actors.get(key)
+    def _other(self, kind: str, number: int, index: int) -> Actor:
+        key = kind, number, index
+        actor = self._others.get(key)
         if actor is None:
-            actor = self._actors[key] = len(self._clocks)
-            self._clocks.append([[] for _ in range(self._depth)])
-            self._versions.append(0)
-            for levels in self._clocks:
-                for clock in levels:
-                    clock.extend([0] * (actor + 1 - len(clock)))
+            actor = self._others[key] = self._new_actor()
+        return actor
+
+    def _new_actor(self) -> Actor:
+        actor = len(self._clocks)
+        self._clocks.append([[] for _ in range(self._depth)])
+        self._bases.append(None)
+        self._followed.append(None)
+        self._versions.append(0)
+        self._joined.append({})
+        for levels in self._clocks:
+            for clock in levels:
+                clock.extend([0] * (actor + 1 - len(clock)))
         return actor
 
     def clock(self, actor: Actor) -> Clock:
         """The guaranteed clock of ``actor``: what its next operation surely happens after. Do not change it."""
         return self._clocks[actor][0]
 
-    def issue(self, stream: Actor, thread: Actor) -> None:
+    def issue(self, stream: StreamId, thread: ThreadId) -> Actor:
         """A call by ``thread`` adds something to ``stream``: what the thread knows, the stream now follows.
 
-        Also applies the implicit order between the legacy default stream and blocking streams.
+        Also applies the implicit order between the legacy default stream and blocking streams. Returns the stream's
+        actor.
         """
-        if self._joined.get((stream, thread)) != self._versions[thread]:
-            self._merge(stream, self._clocks[thread], GUARANTEED)
-            self._joined[stream, thread] = self._versions[thread]
+        try:
+            on, by = self._streams[stream], self._threads[thread]
+        except KeyError:
+            on, by = self.stream(stream), self.thread(thread)
+        self._issue(on, by)
+        return on
+
+    def _issue(self, on: Actor, by: Actor) -> None:
+        joined = self._joined[on]
+        if joined.get(by) != self._versions[by]:
+            self._merge(on, self._clocks[by], GUARANTEED)
+            joined[by] = self._versions[by]
+        if self._kinds:
+            self._follow_legacy(on)
+
+    def _follow_legacy(self, stream: Actor) -> None:
         kind = self._kinds.get(stream)
-        if kind is None or kind is StreamKind.NONBLOCKING:
+        if kind is None:
             return
         partner = StreamKind.BLOCKING if kind is StreamKind.LEGACY else StreamKind.LEGACY
         for other, other_kind in self._kinds.items():
@@ -155,9 +227,11 @@ class Order:
     def advance(self, actor: Actor) -> int:
         """The actor's next operation happens now; returns its epoch. Check it *before* advancing."""
         levels = self._clocks[actor]
-        epoch = levels[0][actor] + 1
-        for clock in levels:
-            clock[actor] = epoch
+        clock = levels[0]
+        clock[actor] = epoch = clock[actor] + 1
+        if self._depth > 1:
+            for clock in levels[1:]:
+                clock[actor] = epoch
         self._versions[actor] += 1
         return epoch
 
@@ -170,24 +244,31 @@ class Order:
 
     def record(self, event: EventId, stream: Actor, seq: int, mark: object = None) -> None:
         """``event`` now marks all work queued on ``stream``; the marker is itself work of the stream."""
-        self._events[event] = self.snapshot(stream, seq, mark)
+        former = self._events.pop(event, None)  # so that the table stays in order of records
+        self._events[event] = snapshot = self.snapshot(stream, seq, mark)
+        if former is not None:
+            former.former = None
+            snapshot.former = former
 
     def snapshot(self, stream: Actor, seq: int, mark: object = None) -> Snapshot:
         """An anonymous record on ``stream`` (what ``wait_stream`` makes)."""
-        self.advance(stream)
-        return Snapshot([clock.copy() for clock in self._clocks[stream]], stream, seq, mark)
+        return Snapshot(self._bases[stream] or self._base(stream), stream, self.advance(stream), seq, mark)
 
     def current(self, event: EventId) -> Snapshot | None:
         """The event's current record, ``None`` if it was never recorded."""
-        return self._events.get(event)
+        snapshot = self._events.get(event)
+        if snapshot is None and self._old_events is not None:
+            low, high = self._old_events
+            return self._stray if low <= event <= high else None
+        return snapshot
 
     def note(self, actor: Actor, seq: int) -> Snapshot:
         """What ``actor``'s next operation happens after, as it is now; no marker, no work of its own."""
-        return Snapshot([clock.copy() for clock in self._clocks[actor]], actor, seq)
+        return Snapshot(self._base(actor), actor, self._clocks[actor][0][actor], seq)
 
     def notes(self, seq: int) -> list[Snapshot]:
         """``note`` of every stream."""
-        return [self.note(actor, seq) for key, actor in self._actors.items() if key[0] == "s"]
+        return [self.note(actor, seq) for actor in self._streams.values()]
 
     def follow(self, actor: Actor, other: Actor) -> None:
         """``actor`` follows everything ``other`` has done so far, for good and on every level."""
@@ -199,19 +280,38 @@ class Order:
         A snapshot of a named event taken before the newest loss may have been replaced by a lost re-record, so
         it counts on the doubtful level only. Pass ``polled`` for knowledge gained by a query.
         """
+        if self._depth == 1 and not polled and snapshot.seq >= self._lost_at:
+            self._join_base(actor, snapshot)
+            return
         level = POLLED if polled else GUARANTEED
         if snapshot.seq < self._lost_at:
             level = DOUBTFUL
         self._deepen(level + 1)
-        while len(snapshot.levels) < self._depth:
-            snapshot.levels.append(snapshot.levels[-1].copy())
         self._merge(actor, snapshot.levels, level)
+        for clock in self._clocks[actor][level:]:
+            if clock[snapshot.actor] < snapshot.epoch:
+                clock[snapshot.actor] = snapshot.epoch
+                self._changed(actor)
+
+    def _join_base(self, actor: Actor, snapshot: Snapshot) -> None:
+        own = self._clocks[actor][0]
+        base = snapshot.levels
+        if self._followed[actor] is base:
+            changed = False
+        else:
+            self._followed[actor] = base
+            changed = _join(own, base[0])
+        if own[snapshot.actor] < snapshot.epoch:
+            own[snapshot.actor] = snapshot.epoch
+        elif not changed:
+            return
+        self._versions[actor] += 1
+        self._bases[actor] = None
 
     def observe_all(self, thread: Actor) -> None:
         """``thread`` waited until all work queued on every stream was complete."""
-        for key, actor in self._actors.items():
-            if key[0] == "s":
-                self.follow(thread, actor)
+        for actor in self._streams.values():
+            self.follow(thread, actor)
 
     def lose(self, seq: int) -> None:
         """Records before ``seq`` are missing: what named events mean is doubtful until they are recorded again."""
@@ -219,22 +319,54 @@ class Order:
 
     def floor(self) -> Clock:
         """Per actor, the epoch that every host thread knows to be complete: older operations cannot race."""
-        threads = [self._clocks[actor][0] for key, actor in self._actors.items() if key[0] == "t"]
+        threads = [self._clocks[actor][0] for actor in self._threads.values()]
         if not threads:
             return [0] * len(self._clocks)
         return [min(column) for column in zip(*threads, strict=True)]
+
+    def prune(self, floor: Clock) -> None:
+        """Drop the events beyond ``MAX_EVENTS`` that were recorded longest ago."""
+        excess = len(self._events) - MAX_EVENTS
+        if excess <= 0:
+            return
+        low, high = self._old_events or (sys.maxsize, -sys.maxsize)
+        for event in list(islice(self._events, excess)):
+            snapshot = self._events.pop(event)
+            low, high = min(low, event), max(high, event)
+            if snapshot.epoch > floor[snapshot.actor]:
+                self._stray.seq = DOUBTFUL_SEQ
+                clock = self._stray.levels[0]
+                _join(clock, snapshot.levels[0])
+                clock[snapshot.actor] = max(clock[snapshot.actor], snapshot.epoch)
+        self._old_events = EventId(low), EventId(high)
+
+    def _base(self, actor: Actor) -> list[Clock]:
+        """What snapshots of the actor share until ``_changed``."""
+        base = self._bases[actor]
+        if base is None:
+            base = self._bases[actor] = [clock.copy() for clock in self._clocks[actor]]
+        return base
 
     def _deepen(self, depth: int) -> None:
         while self._depth < depth:
             for levels in self._clocks:
                 levels.append(levels[-1].copy())
-            for event in self._events.values():
-                event.levels.append(event.levels[-1].copy())
             self._depth += 1
 
     def _merge(self, actor: Actor, levels: list[Clock], at_least: int) -> None:
         """Join ``levels[k]`` into the actor's level k, for every k from ``at_least`` up."""
         own = self._clocks[actor]
+        if self._depth == 1:
+            if _join(own[0], levels[0]):
+                self._changed(actor)
+            return
+        changed = False
         for level in range(at_least, self._depth):
-            _join(own[level], levels[min(level, len(levels) - 1)])
+            changed |= _join(own[level], levels[min(level, len(levels) - 1)])
+        if changed:
+            self._changed(actor)
+
+    def _changed(self, actor: Actor) -> None:
+        """Components of the actor's clock other than its own have changed."""
         self._versions[actor] += 1
+        self._bases[actor] = None

@@ -31,6 +31,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Order
 from hicache_obs.analyzer.shadow import Operation, Shadow
 from hicache_obs.findings import Cause, Proof
@@ -41,12 +42,15 @@ MAX_CHANGES: Final = 1 << 16
 _UNKNOWN, _SPENT, _HELD, _FRESH, _FREED = range(5)
 """States of a page; spent: freed, and a use of it reported. Up to held, no access is suspicious."""
 _AFTER: Final = (Proof.ORDERED, Proof.POLLED)
+_GIVEN_OUT: Final = np.array([_FRESH, _FRESH, _HELD, _FRESH, _FRESH, _HELD, _FRESH, _HELD, _FRESH, _FRESH], np.uint8)
+"""State of a page once it is given out, by its state before, plus five if it may have contents already."""
+_NEW_OWNER: Final = np.array([1, 1, 0, 0, 1, 0, 1, 0, 0, 1], np.bool_)
+"""Likewise: whether the one who gets it is its only owner."""
 _SINGLE: Final = -(1 << 62)
 """Owner of a page that was given out once since it was free: anybody's free is meant for it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Change:
+class Change(Struct, frozen=True, eq=False, gc=False):
     """An allocator's call.
 
     Attributes:
@@ -93,7 +97,7 @@ class _Cells:
         self.owner: npt.NDArray[np.int64] = np.full(1024, _SINGLE, np.int64)
 
     def reach(self, ids: PageIds) -> None:
-        size = int(ids.max()) + 2
+        size = ids.item(ids.argmax()) + 2
         if size > len(self.state):
             more = max(size, 2 * len(self.state)) - len(self.state)
             self.state = np.concatenate([self.state, np.zeros(more, np.uint8)])
@@ -112,38 +116,31 @@ class Ownership:
         self._order = order
         self._shadow = shadow
         self._report = report
-        self._pools: dict[tuple[Space, int], _Cells] = {}
+        self._pools: tuple[dict[int, _Cells], ...] = tuple({} for _ in Space)
+        """By space and pool."""
         self._changes: dict[int, Change] = {}
-        self._count = 0
+        self.changes = 0
+        """Allocator calls so far; ``check`` of a group that has seen all of them finds nothing new."""
         self._lost = False
-        self._clean: dict[Actor, tuple[int, int]] = {}
-        """Per actor the group last found clean, and the number of changes then."""
-
-    @property
-    def active(self) -> bool:
-        """Whether any page has an owner: else ``check`` would find nothing."""
-        return bool(self._pools)
 
     def allocate(self, record: PageAlloc) -> None:
         """Pages were given out."""
         access = record.access
         if not len(access.ids):
             return
-        written = self._shadow.ever_written(access)  # refuses absurd ids
+        full = self._shadow.ever_written(access)  # refuses absurd ids
+        if self._lost:
+            full[:] = True
         cells = self._change(record, access, "alloc")
-        state = cells.state[access.ids]
-        new = (state == _FREED) | (state == _SPENT)
-        if not self._lost:
-            new |= (state == _UNKNOWN) & ~written
-        cells.state[access.ids] = np.where(new | (state == _FRESH), _FRESH, _HELD)
-        cells.owner[access.ids] = np.where(new, _SINGLE, record.owner)
+        case = cells.state[access.ids] + full * np.uint8(5)
+        cells.state[access.ids] = _GIVEN_OUT[case]
+        cells.owner[access.ids] = np.where(_NEW_OWNER[case], _SINGLE, record.owner)
 
     def free(self, record: PageFree) -> None:
-        """Pages were given away."""
+        """Pages were given away. The shadow has seen their ids, and refused absurd ones."""
         access = record.access
         if not len(access.ids):
             return
-        self._shadow.ever_written(access)
         cells = self._change(record, access, "free")
         owner = cells.owner[access.ids]
         sure = (owner == _SINGLE) | (owner == record.owner)
@@ -155,46 +152,42 @@ class Ownership:
     def lose(self) -> None:
         """Records were lost, allocator calls perhaps among them."""
         self._lost = True
-        for cells in self._pools.values():
+        for cells in (cells for pools in self._pools for cells in pools.values()):
             cells.state[:] = _UNKNOWN
             cells.owner[:] = _SINGLE
 
     def check(self, operation: Operation) -> int:
         """Judge an operation, and note what it writes; returns how many of its pages have a known owner."""
         group = operation.group
-        if self._clean.get(group.actor) == (group.number, self._count):
-            return 0
         known = 0
-        suspicious = False
-        for access in group.accesses:
-            cells = self._pools.get((access.space, access.pool))
-            if cells is None or not len(access.ids):
+        moves = operation.label.what == "relocate"
+        clean = True
+        for access in sorted(group.accesses, key=_is_read):  # writes first: a reader of its own writes
+            cells = self._pools[access.space].get(access.pool) if len(access.ids) else None
+            if cells is None:
                 continue
             state = cells.state.take(access.ids, mode="clip")
             known += int(np.count_nonzero(state))
-            suspicious |= int(state.max()) > _HELD
-        if suspicious:
-            self._look(operation)
-        else:
-            self._clean[group.actor] = group.number, self._count
+            if state.item(state.argmax()) > _HELD:
+                clean = False
+                self._look(operation, access, cells, state, moves=moves)
+        if clean:
+            group.owned_at = self.changes
         return known
 
-    def _look(self, operation: Operation) -> None:
-        """Find the pages that are in no state for what is done to them; writes first, as a reader of its own writes."""
-        for access in sorted(operation.group.accesses, key=_is_read):
-            cells = self._pools.get((access.space, access.pool))
-            if cells is None or not len(access.ids):
-                continue
-            state = cells.state.take(access.ids, mode="clip")
-            freed, fresh = access.ids[state == _FREED], access.ids[state == _FRESH]
-            moves = operation.label.what == "relocate"
-            if access.mode is Mode.WRITE:
-                cells.state[fresh] = _HELD
-                if moves:
-                    cells.state[access.ids[(state == _FREED) | (state == _SPENT)]] = _HELD
-                    continue
-            elif not moves:
-                self._judge(operation, access, cells, fresh, Cause.NEVER_WRITTEN)
+    def _look(
+        self, operation: Operation, access: Access, cells: _Cells, state: npt.NDArray[np.uint8], *, moves: bool
+    ) -> None:
+        """Find the pages that are in no state for what is done to them."""
+        freed, fresh = access.ids[state == _FREED], access.ids[state == _FRESH]
+        if access.mode is Mode.WRITE:
+            cells.state[fresh] = _HELD
+            if moves:
+                cells.state[access.ids[(state == _FREED) | (state == _SPENT)]] = _HELD
+                return
+        elif not moves and len(fresh):
+            self._judge(operation, access, cells, fresh, Cause.NEVER_WRITTEN)
+        if len(freed):
             self._judge(operation, access, cells, freed, Cause.USED_AFTER_FREE)
 
     def _judge(self, operation: Operation, access: Access, cells: _Cells, pages: PageIds, cause: Cause) -> None:
@@ -215,13 +208,15 @@ class Ownership:
         ledger = order.ledger(record.thread)
         epoch = order.advance(ledger)
         order.follow(order.thread(record.thread), ledger)
-        self._count += 1
-        self._changes[self._count] = Change(record.op, record.thread, record.host_ns, what, ledger, epoch)
-        while len(self._changes) > MAX_CHANGES:
-            del self._changes[next(iter(self._changes))]
-        cells = self._pools.setdefault((access.space, access.pool), _Cells())
+        self.changes += 1
+        self._changes[self.changes] = Change(record.op, record.thread, record.host_ns, what, ledger, epoch)
+        self._changes.pop(self.changes - MAX_CHANGES, None)
+        pools = self._pools[access.space]
+        cells = pools.get(access.pool)
+        if cells is None:
+            cells = pools[access.pool] = _Cells()
         cells.reach(access.ids)
-        cells.change[access.ids] = self._count
+        cells.change[access.ids] = self.changes
         return cells
 
 

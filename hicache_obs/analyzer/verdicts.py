@@ -7,6 +7,7 @@ as well.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from hicache_obs.analyzer.hazards import Hazards, principal
@@ -31,6 +32,8 @@ from hicache_obs.records import ALL_LAYERS, Access, Mode, OpId, Space, StreamId,
 from hicache_obs.trace import Names
 
 MAX_PENDING: Final = 65536
+MAX_RACED: Final = 1 << 20
+"""Pages known to have raced; with more of them, later races on them no longer count as secondary."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +63,7 @@ class Verdicts:
         self._shadow = shadow
         self._hazards = hazards
         self._taint = taint
-        self.live: dict[OpId, list[Operation]] = {}
+        self.live: dict[OpId, tuple[Operation, ...]] = {}
         """Operations whose device times may come; the analyzer adds to it."""
         self._pending: dict[OpId, list[Pair]] = {}
         self._raced: set[tuple[Space, int, int]] = set()
@@ -74,21 +77,22 @@ class Verdicts:
         for pair in self._pending.pop(op, ()):
             self._report(pair, _timing(pair.conflict.earlier, pair.later))
 
-    def on_times(self, record: Times) -> None:
-        """Note an operation's times."""
-        for operation in self.live.get(record.op, ()):
-            operation.start_ns = record.start_ns
-            operation.end_ns = record.end_ns
-            operation.error_ns = record.error_ns
-
-    def judge_timed(self, op: OpId) -> None:
-        """The times of ``op`` are known: judge its pairs, those that are proven ordered too."""
-        operations = self.live.pop(op, None)
-        if operations is None:
-            return
-        self.settle(op)
+    def note_times(self, record: Times) -> tuple[Operation, ...]:
+        """Note the times of an operation; returns it, or the entries of a graph replay, for ``judge_timed``."""
+        operations = self.live.pop(record.op, ())
         for operation in operations:
-            self._check_measured(operation)
+            operation.set_times(record.start_ns, record.end_ns, record.error_ns)
+        return operations
+
+    def judge_timed(self, operations: tuple[Operation, ...]) -> None:
+        """Times are known: judge the pairs of an operation, those that are proven ordered too."""
+        if not operations:
+            return
+        if self._pending:
+            self.settle(operations[0].op)
+        for operation in operations:
+            if operation.group.prior:
+                self._check_measured(operation)
 
     def rearm(self, access: Access) -> None:
         """Pages got a new owner: their next race is not secondary to earlier ones."""
@@ -97,10 +101,11 @@ class Verdicts:
 
     def bound(self) -> None:
         """Give operations whose times are overdue their untimed verdict, so that tables stay bounded."""
-        while len(self.live) > MAX_PENDING:
-            op = next(iter(self.live))
+        for op in list(islice(self.live, max(0, len(self.live) - MAX_PENDING))):
             del self.live[op]
             self.settle(op)
+        if len(self._raced) > MAX_RACED:
+            self._raced.clear()
 
     def finish(self) -> None:
         """Report pairs whose device times never came."""
@@ -110,11 +115,16 @@ class Verdicts:
 
     def _check_measured(self, later: Operation) -> None:
         """A pair that is proven ordered must also have been kept; if not, a fence or a clock lies."""
+        if later.start_ns is None:
+            return
+        latest_ns = later.start_ns + later.error_ns
         for group in later.group.prior:
+            if latest_ns >= group.surely_until_ns:
+                continue  # after every member whose times are known
             for earlier in group.overlapping(later.layers, 0):
                 if earlier.seq > later.seq or earlier.op in later.unordered:
                     continue
-                if group.actor != later.group.actor and _timing(earlier, later) is Timing.BROKEN:
+                if _timing(earlier, later) is Timing.BROKEN:
                     conflict = Conflict(earlier, self._shadow.shared(later.group, group))
                     self._taint.race(earlier, later, conflict.overlaps)
                     self._report(Pair(conflict, later, Proof.ORDERED, Cause.CLOCK_OR_FENCE), Timing.BROKEN)

@@ -1,0 +1,176 @@
+"""Tables stay bounded over a long trace, and what a forgotten entry would have ordered is doubtful, never false."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hicache_obs.analyzer import Analyzer, check, handover, order, shadow
+from hicache_obs.findings import Proof
+from hicache_obs.records import (
+    AnyRecord,
+    EventId,
+    EventRecord,
+    EventSync,
+    EventWait,
+    GraphReplay,
+    Kernel,
+    Mode,
+    OpId,
+    StreamId,
+    TensorAlloc,
+    TensorFree,
+    ThreadId,
+    ThreadPost,
+    ThreadRecv,
+    device,
+)
+from hicache_obs.testing import RecordingSink
+from hicache_obs.testing.rounds import Rounds, Shape
+
+A, B = StreamId(1), StreamId(2)
+MAIN, HELPER = ThreadId(0), ThreadId(1)
+PAGE = np.array([7], np.int64)
+
+
+def _write(op: int, stream: StreamId, thread: ThreadId = MAIN) -> Kernel:
+    return Kernel(OpId(op), thread, 0, stream, 0, op, 0, (0, 1), (device(Mode.WRITE, PAGE),))
+
+
+def _proofs(records: list[AnyRecord]) -> list[Proof]:
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(records)
+    analyzer.finish()
+    return [finding.proof for finding in sink.findings]
+
+
+def _sizes(value: object, depth: int = 0) -> Iterator[int]:
+    """Entries of all tables below ``value``, a few levels down."""
+    if isinstance(value, dict | list | set | tuple) or hasattr(value, "maxlen"):
+        yield len(value)  # type: ignore[arg-type]
+    elif depth < 3 and type(value).__module__.startswith("hicache_obs.analyzer") and hasattr(value, "__dict__"):
+        for below in vars(value).values():
+            yield from _sizes(below, depth + 1)
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["untimed", "timed"])
+def test_tables_stop_growing(monkeypatch: pytest.MonkeyPatch, timed: bool) -> None:
+    """With small limits, twice as long a trace leaves no larger tables; ``make long-trace`` does it at full size."""
+    for module, name, limit in (
+        (shadow, "MAX_GROUPS", 64),
+        (shadow, "MAX_KEPT_IDS", 1 << 14),
+        (order, "MAX_EVENTS", 512),
+        ("hicache_obs.analyzer.verdicts", "MAX_PENDING", 256),
+        ("hicache_obs.analyzer.fence_cost", "MAX_WAITS", 256),
+        ("hicache_obs.analyzer.fence_cost", "MAX_MARKS", 256),
+        ("hicache_obs.analyzer.fence_cost", "MAX_TRANSFERS", 4),
+        ("hicache_obs.analyzer.ownership", "MAX_CHANGES", 256),
+    ):
+        if isinstance(module, str):
+            monkeypatch.setattr(f"{module}.{name}", limit)
+        else:
+            monkeypatch.setattr(module, name, limit)
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    trace = Rounds(pages=4096, restored_pages=256, layers=8, timed=timed).trace(24_000)
+    entries = []
+    batch: list[AnyRecord] = []
+    for record in trace:
+        batch.append(record)
+        if len(batch) == 8_000:
+            analyzer.feed(batch)
+            entries.append(sum(_sizes(analyzer)))
+            batch = []
+    assert len(entries) == 3
+    assert entries[0] > 500
+    assert entries[2] < entries[1] * 1.02 + 600, entries  # what has come since the last pruning differs
+    analyzer.feed(batch)
+    analyzer.finish()
+    assert not sink.findings
+    assert sum(sink.checked.values()) > 0
+
+
+def _many_events(first_op: int, count: int, thread: ThreadId = MAIN) -> list[AnyRecord]:
+    return [EventRecord(OpId(first_op + n), thread, 0, EventId(100 + n), StreamId(3)) for n in range(count)]
+
+
+def test_a_forgotten_event_orders_nothing_for_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for an event that was dropped unobserved makes its pair unknown; one that is kept proves the order."""
+    monkeypatch.setattr(order, "MAX_EVENTS", 16)
+    begin = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A)]
+    end = [EventWait(OpId(9000), MAIN, 0, EventId(1), B), _write(9001, B)]
+    assert _proofs([*begin, *_many_events(2, 8), *end]) == []
+    assert _proofs([*begin, *_many_events(2, 2 * check.PRUNE_EVERY), *end]) == [Proof.UNKNOWN]
+    assert _proofs([*begin, *_many_events(2, 2 * check.PRUNE_EVERY), end[1]]) == [Proof.NONE]
+
+
+def test_a_forgotten_event_that_was_observed_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every thread knows to be complete is ordered before all that follows, with its event or without."""
+    monkeypatch.setattr(order, "MAX_EVENTS", 16)
+    begin = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A), EventSync(OpId(2), MAIN, 0, EventId(1))]
+    end = [EventWait(OpId(9000), MAIN, 0, EventId(1), B), _write(9001, B)]
+    assert _proofs([*begin, *_many_events(3, 2 * check.PRUNE_EVERY), *end]) == []
+
+
+def test_a_forgotten_post_orders_nothing_for_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receives on channels that lost posts are doubtful; a channel that lost none still proves the order."""
+    monkeypatch.setattr(handover, "MAX_POSTS", 16)
+
+    def told(channel: int, posts: int) -> list[AnyRecord]:
+        return [
+            _write(0, A),
+            EventRecord(OpId(1), MAIN, 0, EventId(1), A),
+            EventSync(OpId(2), MAIN, 0, EventId(1)),
+            ThreadPost(OpId(3), MAIN, 0, channel),
+            *(ThreadPost(OpId(10 + n), MAIN, 0, 100 + n) for n in range(posts)),
+            ThreadRecv(OpId(500), HELPER, 0, channel),
+            _write(501, B, HELPER),
+        ]
+
+    assert _proofs(told(5, 8)) == []
+    assert _proofs(told(5, 64)) == [Proof.UNKNOWN]
+    assert _proofs([record for record in told(5, 64) if record.op != 500]) == [Proof.NONE]
+
+
+def test_forgotten_graphs_and_blocks_are_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays of a graph whose last replay is forgotten, and blocks whose marks are, may be in order or not."""
+    monkeypatch.setattr(check, "MAX_GRAPHS", 8)
+    monkeypatch.setattr(handover, "MAX_BLOCKS", 8)
+
+    def replay(op: int, graph: int, stream: StreamId, *, touch: bool) -> GraphReplay:
+        accesses = (device(Mode.WRITE, PAGE),) if touch else ()
+        return GraphReplay(OpId(op), MAIN, 0, graph, stream, 0, op, 0, (0, 1), accesses)
+
+    def replays(others: int) -> list[AnyRecord]:
+        between = [replay(1 + n, 100 + n, StreamId(3), touch=False) for n in range(others)]
+        return [replay(0, 1, A, touch=True), *between, replay(9000, 1, B, touch=True)]
+
+    assert _proofs(replays(4)) == []
+    assert _proofs(replays(2 * check.PRUNE_EVERY)) == [Proof.UNKNOWN]
+
+    def blocks(others: int) -> list[AnyRecord]:
+        tensors = [TensorAlloc(OpId(2 + n), MAIN, 0, 100 + n, 100 + n, A) for n in range(others)]
+        return [
+            _write(0, A),
+            TensorAlloc(OpId(1), MAIN, 0, 1, 1, B),
+            *tensors,
+            TensorFree(OpId(8000), MAIN, 0, 1),
+            TensorAlloc(OpId(8001), MAIN, 0, 2, 1, B),
+            _write(8002, B),
+        ]
+
+    assert _proofs(blocks(2)) == [Proof.NONE]
+    assert _proofs(blocks(32)) == [Proof.UNKNOWN]
+
+
+@pytest.mark.parametrize("shape", list(Shape))
+def test_rounds_are_clean_and_checked(shape: Shape) -> None:
+    """The benchmark's rounds: all fences are in place, the order is kept, and removing a fence is noticed."""
+    rounds = Rounds(layers=4, pages=4096, restored_pages=64, timed=True)
+    records = [*rounds.prologue(), *rounds.decode(), *rounds.restore(shape), *rounds.write_back(), *rounds.decode()]
+    assert _proofs(records) == []
+    waits = [record for record in records if isinstance(record, EventWait) and record.purpose.name == "LAYER"]
+    assert Proof.NONE in _proofs([record for record in records if record not in waits])
