@@ -142,7 +142,7 @@ class Floor:
     def __init__(self) -> None:
         self._tables = [np.zeros(1 << 19, np.int64) for _ in Space]
         self._seen: object = None
-        self._handlers = {kind: self._nothing for kind in KINDS}
+        self._handlers = dict.fromkeys(KINDS, self._nothing)
         self._handlers[Kernel] = self._handlers[Memcpy] = self._work
         self.races = 0
 
