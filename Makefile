@@ -9,7 +9,7 @@ STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV
 NVTX_OLD := .cache/nvtx-0.2.11
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test check format bench long-trace fuzz crash gpu-check nsys-env clean
+.PHONY: help venv lock demo test check format bench long-trace fuzz blast crash gpu-check nsys-env clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ fuzz: venv  ## random traces of every record kind against brute force (N=20000 p
 
 crash: venv  ## kill writing processes at random moments and read their rings (N=200 of them)
 	HICACHE_OBS_KILLS=$(or $(N),200) $(BIN)/python -m pytest -q tests/recorder/test_ring_crash.py $(ARGS)
+
+blast: venv  ## blast radius against wrong contents of engine runs (N=1000 seeds per schedule and model)
+	HICACHE_OBS_BLAST=$(or $(N),1000) $(BIN)/python -m pytest -q -s tests/analyzer/test_blast_radius.py $(ARGS)
 
 gpu-check:  ## the checks that need a CUDA device, with the system's own Python and torch
 	PYTHONPATH=. $(PYTHON) tests/gpu/check.py $(ARGS)

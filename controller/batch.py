@@ -41,6 +41,7 @@ class ForwardBatch:
         check_pages: ``(c,) int64`` restored pages among ``read_pages`` whose contents the round verifies.
         check_tenancies: ``(c,) int64`` their tenancy ids.
         check_sources: ``(c,) int64`` tenancy that produced the contents; its digest is the truth.
+        row_ids: ``records.pack_rows`` of requests and pages, for whoever observes; ``None`` if nobody does.
     """
 
     round_id: int
@@ -56,6 +57,7 @@ class ForwardBatch:
     check_pages: PageIds
     check_tenancies: Int64Array
     check_sources: Int64Array
+    row_ids: PageIds | None = None
 
     @property
     def rows(self) -> int:

@@ -209,6 +209,7 @@ class ModelRunner(ABC):
                     layers=(first, end),
                     group=batch.round_id,
                     size_bytes=(end - first) * self._layer_bytes(batch),
+                    rows=batch.row_ids,
                 )
                 self.device.launch(partial(round_work.run, first, end), work)
                 self.launched_segments += 1

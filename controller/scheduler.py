@@ -36,7 +36,7 @@ from hicache_obs.controller.model_runner import ModelRunner
 from hicache_obs.controller.radix_cache import Node, RadixCache
 from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ControllerError, OutOfPages
-from hicache_obs.records import Mode, PageIds
+from hicache_obs.records import Mode, PageIds, pack_rows
 from hicache_obs.streams.protocol import Stream
 
 ACK_DISTANCE: Final = 2
@@ -140,6 +140,7 @@ class Scheduler:
             submitted; the demo's writer gate hangs here. Both default to nothing.
         on_alloc, on_free: Told of device page ownership: ``(owner, pages)``.
         on_round: Told of every launched round and the requests of its rows: ``(round_id, request_ids)``.
+        on_discard: Told which of them the host had given up before it handled the round: ``(round_id, request_ids)``.
         outputs: Output tokens of finished requests, by request id.
         restored: Every restored page, by ledger tenancy.
     """
@@ -157,6 +158,7 @@ class Scheduler:
     on_alloc: Callable[[int, PageIds], None] | None = None
     on_free: Callable[[int, PageIds], None] | None = None
     on_round: Callable[[int, tuple[int, ...]], None] | None = None
+    on_discard: Callable[[int, PageIds], None] | None = None
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     outputs: dict[int, list[int]] = field(default_factory=dict)
     restored: dict[int, Restored] = field(default_factory=dict)
@@ -166,6 +168,7 @@ class Scheduler:
     _step: int = 0
     _version: int = 0
     _decode_reads: tuple[int, PageIds] = (-1, _NONE)
+    _decode_rows: tuple[int, bytes, PageIds] = (-1, b"", _NONE)
     _last_forward: Stream | None = None
 
     def __post_init__(self) -> None:
@@ -488,6 +491,12 @@ class Scheduler:
             np.unique(np.concatenate(rows)),
             np.unique(np.concatenate(writes)),
             self._restored_cells(slots, cached // size),
+            pack_rows(
+                [state.request.request_id for state in states],
+                rows,
+                (-(-cached // size)).tolist(),
+                [len(pages) for pages in writes],
+            ),
         )
 
     def _restored_cells(self, slots: Int64Array, counts: Int64Array) -> tuple[PageIds, Int64Array, Int64Array]:
@@ -518,10 +527,19 @@ class Scheduler:
             reads,
             np.sort(tails),
             (_NONE, _NONE, _NONE),
+            self._decode_row_ids(states, -(-lengths // self.radix.page_size)),
         )
         for state in states:
             state.launched_len += 1
         return batch
+
+    def _decode_row_ids(self, states: Sequence[_State], read_counts: Int64Array) -> PageIds:
+        """``pack_rows`` of a decode round; the last round's array if nothing has changed."""
+        key = self._version, read_counts.tobytes()
+        if self._decode_rows[:2] != key:
+            requests, pages = [state.request.request_id for state in states], [self._pages(state) for state in states]
+            self._decode_rows = *key, pack_rows(requests, pages, read_counts.tolist(), [1] * len(states))
+        return self._decode_rows[2]
 
     def _batch(
         self,
@@ -533,6 +551,7 @@ class Scheduler:
         reads: PageIds,
         writes: PageIds,
         checks: tuple[PageIds, Int64Array, Int64Array],
+        rows: PageIds,
     ) -> ForwardBatch:
         width = int((-(-(cached + new) // self.radix.page_size)).max())
         self.counters.rounds += 1
@@ -551,6 +570,7 @@ class Scheduler:
             check_pages=checks[0],
             check_tenancies=checks[1],
             check_sources=checks[2],
+            row_ids=rows,
         )
 
     def _launch(self, batch: ForwardBatch, states: tuple[_State, ...], ticket: Ticket | None) -> _Launched:
@@ -573,6 +593,9 @@ class Scheduler:
         """Handle a round's result: append tokens, finish requests. Blocks until the round is done."""
         launched.result.done.synchronize()
         self.in_flight.completed(launched.stream, launched.result.round_id)
+        given_up = [state.request.request_id for state in launched.states if not state.alive]
+        if given_up and self.on_discard is not None:
+            self.on_discard(launched.result.round_id, np.array(given_up, np.int64))
         for state, token in zip(launched.states, launched.result.next_tokens.tolist(), strict=True):
             if not state.alive:
                 continue  # retracted or finished since: an overrun row, its token is dropped

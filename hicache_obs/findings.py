@@ -228,22 +228,27 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class BlastRadius:
-    """What can have wrong contents because of a race; an over-approximation (``hicache_obs.analyzer.taint``).
+    """What has wrong contents because of a race, or can have (``hicache_obs.analyzer.taint``).
 
     Attributes:
-        rounds: Forward rounds that read a spoiled page, ascending; their requests may have wrong tokens.
+        requests: Requests of which a row read wrong contents and was used, ascending; those of rounds that state
+            their rows.
+        rounds: Forward rounds that read wrong contents, ascending.
         transfers: Copies that moved one.
         ios: Storage, network or third-party transfers that moved one: what they wrote elsewhere is spoiled.
         device_pages, host_pages: ``(pool, page)`` that held spoiled contents, ascending; cleaned since or not.
         complete: Every consequence in the trace is here. False for an unknown race, or if a bound was met.
+        exact: And nothing else is: every operation was measured and every round in it stated its rows.
     """
 
+    requests: tuple[int, ...]
     rounds: tuple[int, ...]
     transfers: tuple[int, ...]
     ios: tuple[int, ...]
     device_pages: tuple[tuple[int, int], ...]
     host_pages: tuple[tuple[int, int], ...]
     complete: bool
+    exact: bool
 
 
 def fingerprint(hazard: Hazard, earlier_site: str, later_site: str, on: str, waiter: str, engine: str) -> str:

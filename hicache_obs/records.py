@@ -10,7 +10,8 @@ Layout of one ring slot, ``SLOT_BYTES`` long, little endian::
     8   i64 op          16 i64 host_ns          24 i64 a   32 i64 b   40 i64 c   48 i64 d
     56  i32 layer_lo    60 i32 layer_hi
     64  four access cells of 16 bytes: u8 space | u8 mode | u16 pool | u32 count | u64 arena position
-        (a ``Define`` record keeps up to 64 bytes of UTF-8 text here instead)
+        (a ``Define`` record keeps up to 64 bytes of UTF-8 text here instead;
+        a row cell has ``ROWS_CELL`` for its space: ``Kernel.rows``, the last cell, or ``RowsDiscarded.requests``)
 
 What ``aux`` and ``a`` to ``d`` hold; what is not named is 0::
 
@@ -36,6 +37,7 @@ What ``aux`` and ``a`` to ``d`` hold; what is not named is 0::
     TensorAlloc        a block    b stream  c tensor
     TensorFree         c tensor
     Collective         a group    b site    c rank
+    RowsDiscarded      c group    one row cell
 
 A ring file is one header page of ``HEADER_BYTES`` (``RingWord`` names its 64-bit words), ``slots`` slots, and an
 arena of 64-bit page ids. Records and arena positions are numbered from 0 without wrapping; their place in the
@@ -52,7 +54,7 @@ times arrive later in a ``Times`` record, on the same clock, with a stated error
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NewType
 
@@ -73,13 +75,15 @@ MAX_TEXT_BYTES: Final = 64
 """A longer text of a ``Define`` is cut, on a character boundary, when it is written to a ring."""
 HEADER_BYTES: Final = 4096
 RING_MAGIC: Final = b"hicaring"
-RING_VERSION: Final = 1
-"""Changes when a reader of the old layout would misread a new file."""
+RING_VERSION: Final = 2
+"""Changes when a reader of one layout would misread the other. 2 has row cells."""
 MAX_SLOTS: Final = 1 << 24
 MAX_ARENA_WORDS: Final = 1 << 30
 MAX_REASONS: Final = 16
 OBSERVABLE_STATED: Final = 1 << 62
 """In ``RingWord.OBSERVABLE``: the other bits mean something."""
+ROWS_CELL: Final = 3
+"""Space of a cell that holds what a round's rows are, not an access."""
 ALL_LAYERS: Final = (0, 2**31 - 1)
 """Layer range of an access that does not say which layers it touches. Ranges are half open."""
 NO_OP: Final = OpId(-1)
@@ -318,7 +322,14 @@ class DeviceWork(Record, frozen=True, eq=False, gc=False):
 
 
 class Kernel(DeviceWork, frozen=True, eq=False, gc=False):
-    """One launched segment of a forward round. A wait or record inside a round closes a segment."""
+    """One launched segment of a forward round. A wait or record inside a round closes a segment.
+
+    Attributes:
+        rows: Which request of the round uses which pages (``pack_rows``), one array for all segments of a round;
+            ``None`` if it is not known. A ring keeps it beside at most ``MAX_ACCESSES - 1`` accesses.
+    """
+
+    rows: PageIds | None = None
 
 
 class Memcpy(DeviceWork, frozen=True, eq=False, gc=False):
@@ -532,6 +543,18 @@ class Collective(Record, frozen=True, eq=False, gc=False):
     site: int
 
 
+class RowsDiscarded(Record, frozen=True, eq=False, gc=False):
+    """The host throws away what round ``group`` computed for some of its requests: they were over or retracted.
+
+    Attributes:
+        group: Round id.
+        requests: ``(n,) int64`` request ids, as in the round's rows.
+    """
+
+    group: int
+    requests: PageIds
+
+
 AnyRecord = (
     Kernel
     | Memcpy
@@ -558,6 +581,7 @@ AnyRecord = (
     | TensorAlloc
     | TensorFree
     | Collective
+    | RowsDiscarded
 )
 
 KINDS: Final[tuple[type[Record], ...]] = (
@@ -586,6 +610,7 @@ KINDS: Final[tuple[type[Record], ...]] = (
     TensorAlloc,
     TensorFree,
     Collective,
+    RowsDiscarded,
 )
 """Position in this tuple is the ``kind`` byte. Append only: a position is never reused."""
 
@@ -600,6 +625,7 @@ class Work(Struct, frozen=True, eq=False, gc=False):
         group: Round id or transfer id.
         direction: ``None`` for a kernel.
         size_bytes: Bytes moved; the virtual device derives the duration from it.
+        rows: As in ``Kernel``.
     """
 
     site: str
@@ -608,6 +634,7 @@ class Work(Struct, frozen=True, eq=False, gc=False):
     group: int = 0
     direction: Direction | None = None
     size_bytes: int = 0
+    rows: PageIds | None = None
 
 
 def page_ids(ids: Iterable[int]) -> PageIds:
@@ -623,3 +650,54 @@ def device(mode: Mode, ids: PageIds, *, pool: int = 0) -> Access:
 def host(mode: Mode, ids: PageIds, *, pool: int = 0) -> Access:
     """An access to pages of a pinned host pool."""
     return Access(Space.HOST, mode, ids, pool)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What the ``n`` rows of a forward round are.
+
+    Attributes:
+        requests: ``(n,) int64`` request of each row.
+        starts: ``(n + 1,) int64`` row ``i`` uses ``pages[starts[i] : starts[i + 1]]``.
+        reads: ``(n,) int64`` how many of them, the first ones, hold contents that it reads.
+        writes: ``(n,) int64`` how many of them, the last ones, it writes. A page that is filled further is both.
+        pages: ``(starts[n],) int64`` device pages.
+    """
+
+    requests: PageIds
+    starts: PageIds
+    reads: PageIds
+    writes: PageIds
+    pages: PageIds
+
+
+def pack_rows(
+    requests: Sequence[int], pages: Sequence[PageIds], reads: Sequence[int], writes: Sequence[int]
+) -> PageIds:
+    """``Rows`` as one array: ``n``, then ``n`` each of requests, page counts, reads and writes, then the pages.
+
+    Args:
+        requests: Request id of each row.
+        pages: Device pages that each row uses.
+        reads, writes: How many of them each row reads, from the first on, and writes, up to the last.
+    """
+    counts = [len(ids) for ids in pages]
+    return np.concatenate(([len(counts), *requests, *counts, *reads, *writes], *pages), dtype=np.int64)
+
+
+def unpack_rows(ids: PageIds) -> Rows:
+    """Partner of ``pack_rows``.
+
+    Raises:
+        ValueError: ``ids`` are no such array.
+    """
+    count = int(ids[0]) if len(ids) else -1
+    if not 0 <= count <= (len(ids) - 1) // 4:
+        raise ValueError(f"{len(ids)} numbers for {count} rows")
+    requests, counts, reads, writes = ids[1 : 1 + 4 * count].reshape(4, count)
+    pages = ids[1 + 4 * count :]
+    if (counts < 0).any() or int(counts.sum()) != len(pages):
+        raise ValueError(f"rows of {int(counts.sum())} pages; {len(pages)} are there")
+    if ((reads < 0) | (reads > counts) | (writes < 0) | (writes > counts)).any():
+        raise ValueError("a row reads or writes more pages than it has")
+    return Rows(requests, np.concatenate(([0], np.cumsum(counts))), reads, writes, pages)

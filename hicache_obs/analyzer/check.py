@@ -57,6 +57,7 @@ from hicache_obs.records import (
     Record,
     RecordStream,
     Relocate,
+    RowsDiscarded,
     Space,
     StreamId,
     StreamKind,
@@ -176,6 +177,7 @@ class Analyzer:
             TensorAlloc: self._on_tensor_alloc,
             TensorFree: self._on_tensor_free,
             Collective: _ignore,
+            RowsDiscarded: self._on_discarded,
         }
 
     @property
@@ -365,7 +367,7 @@ class Analyzer:
         )
         for lookup in lookups:
             self._count(label.what, lookup)
-        self._taint.step(operation)
+        self._taint.step(operation, record.rows if isinstance(record, Kernel) else None)
         if self._foreign.memory:
             self.totals.shared += self._foreign.touched(record.accesses)
         if operation.group.owned_at != self._ownership.changes:
@@ -485,13 +487,17 @@ class Analyzer:
         if block is not None:
             self._shadow.note_free(Access(Space.BUFFER, Mode.WRITE, np.array([block], np.int64)), self._seq)
 
+    def _on_discarded(self, record: RowsDiscarded) -> None:
+        self._taint.discard(record.group, record.requests)
+
     def _on_alloc(self, record: PageAlloc) -> None:
-        self._taint.allocate(record.access)
+        self._taint.allocate(self._seq, record.access)
         self._ownership.allocate(record)
         self._verdicts.rearm(record.access)
 
     def _on_times(self, record: Times) -> None:
         operations = self._verdicts.note_times(record)
+        self._taint.timed()
         self._meter.on_times(record)  # it looks at the operation's times
         self._verdicts.judge_timed(operations)
 

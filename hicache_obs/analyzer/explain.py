@@ -151,18 +151,22 @@ def _proof(finding: Finding) -> str:
 
 
 def _radius(radius: BlastRadius) -> str:
-    """``since: 12 rounds (5–17), 34 device pages``; what there is none of is left out."""
+    """``since: 3 requests, 12 rounds (5–17), 34 device pages``; what there is none of is left out."""
     rounds = _count(radius.rounds, "round")
     if radius.rounds:
         low, high = radius.rounds[0], radius.rounds[-1]
         rounds += f" ({low})" if low == high else f" ({low}–{high})"
     parts = [
+        _count(radius.requests, "request"),
         rounds,
         _count(radius.ios, "storage or network transfer"),
         _count(radius.device_pages, "device page"),
         _count(radius.host_pages, "host page"),
     ]
-    text = "since: " + (", ".join(part for part in parts if part) or "nothing else")
+    found = ", ".join(part for part in parts if part)
+    if radius.exact:
+        return f"since: {found or 'nothing'}"
+    text = f"since: at most {found}" if found and radius.complete else f"since: {found or 'nothing else'}"
     return text if radius.complete else text + ", and what was forgotten"
 
 

@@ -214,7 +214,9 @@ def _tainted(trace: Trace, radius: BlastRadius) -> dict[str, Any]:
         "ios": list(radius.ios),
         "pages": [_resource(trace, shared, page) for shared in device for page in shared.pages],
         "host_pages": [_resource(trace, shared, page) for shared in host for page in shared.pages],
+        "requests": [trace.names.requests.get(number, number) for number in radius.requests],
         "complete": radius.complete,
+        "exact": radius.exact,
     }
 
 

@@ -332,6 +332,7 @@ class DemoRun:
             observed = RecordedDevice(bare, recorder)
             engine = build_engine(observed, dataclasses.replace(options.engine, fence=fence), options.requests)
             engine.scheduler.on_alloc = lambda owner, pages: recorder.page_alloc(owner, device(Mode.WRITE, pages))
+            engine.scheduler.on_discard = recorder.rows_discarded
             engine.scheduler.on_free = lambda owner, pages: recorder.page_free(owner, device(Mode.WRITE, pages))
             analyzer = Analyzer(Fanout(sinks))
             writer = None

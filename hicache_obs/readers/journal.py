@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +35,7 @@ from hicache_obs.readers.journal_format import (
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.records import (
     NO_OP,
+    ROWS_CELL,
     Access,
     AnyRecord,
     Collective,
@@ -64,6 +66,7 @@ from hicache_obs.records import (
     Record,
     RecordStream,
     Relocate,
+    RowsDiscarded,
     Space,
     StreamId,
     StreamKind,
@@ -74,6 +77,7 @@ from hicache_obs.records import (
     ThreadRecv,
     Times,
     WaitStream,
+    unpack_rows,
 )
 from hicache_obs.trace import Trace, make_trace
 
@@ -216,6 +220,11 @@ def _read_info(path: Path) -> JournalInfo:
             raise TraceError(
                 f"{path}: journal version {version} is newer than {JOURNAL_VERSION}, the newest known here; upgrade"
             )
+        if 0 < int(version) < JOURNAL_VERSION:
+            raise TraceError(
+                f"{path}: journal version {version} is older than {JOURNAL_VERSION}, the only one known here; "
+                "read it with the version that wrote it"
+            )
         if not stream.schema.equals(SCHEMA):
             raise TraceError(f"{path}: damaged: its columns are not those of journal version {version}")
     return _info(path, metadata)
@@ -275,6 +284,16 @@ class _Damaged(Exception):
     """A value in a batch is impossible."""
 
 
+@dataclass(frozen=True, slots=True)
+class _RowCell:
+    """Row cell of a record: last among its accesses."""
+
+    ids: PageIds
+
+
+_Cells = tuple[Access | _RowCell, ...]
+
+
 def _records(batch: Any) -> list[AnyRecord]:
     """All records of a batch, made kind by kind: row by row, the nulls of the other kinds would cost most."""
     kinds = np.array(batch.column("kind").to_pylist(), dtype=object)
@@ -294,6 +313,8 @@ def _records(batch: Any) -> list[AnyRecord]:
             values.append(columns[name].take(rows, kind))
         for row, *fields in zip(rows.tolist(), *values, strict=True):
             try:
+                if kind not in _WITH_ROWS and any(isinstance(cell, _RowCell) for cell in accesses[row]):
+                    raise ValueError("a row cell where only accesses belong")
                 records[row] = make(*fields, accesses[row])
             except (TypeError, ValueError) as error:
                 raise _Damaged(f"record {row} ({kind}): {error}") from None
@@ -334,8 +355,21 @@ def _one(accesses: tuple[Access, ...]) -> Access:
 
 
 def _kernel(o: OpId, t: ThreadId, h: int, stream: StreamId, *v: Any) -> Kernel:
-    site, group, size_bytes, begin, end, accesses = v
-    return Kernel(o, t, h, stream, site, group, size_bytes, (begin, end), accesses)
+    site, group, size_bytes, begin, end, cells = v
+    rows = None
+    if cells and isinstance(cells[-1], _RowCell):
+        rows, cells = cells[-1].ids, cells[:-1]
+        unpack_rows(rows)
+    if any(isinstance(cell, _RowCell) for cell in cells):
+        raise ValueError("a row cell among the accesses")
+    return Kernel(o, t, h, stream, site, group, size_bytes, (begin, end), cells, rows)
+
+
+def _rows_discarded(o: OpId, t: ThreadId, h: int, group: int, cells: Any) -> RowsDiscarded:
+    (cell,) = cells
+    if not isinstance(cell, _RowCell):
+        raise ValueError("an access where a row cell belongs")
+    return RowsDiscarded(o, t, h, group, cell.ids)
 
 
 def _memcpy(o: OpId, t: ThreadId, h: int, stream: StreamId, *v: Any) -> Memcpy:
@@ -396,6 +430,7 @@ _BY_KIND: Final[dict[type[Record], Callable[..., AnyRecord]]] = {
     TensorAlloc: lambda o, t, h, tensor, block, stream, _: TensorAlloc(o, t, h, tensor, block, stream),
     TensorFree: lambda o, t, h, tensor, _: TensorFree(o, t, h, tensor),
     Collective: lambda o, t, h, group, rank, site, _: Collective(o, t, h, group, rank, site),
+    RowsDiscarded: _rows_discarded,
 }
 _OPTIONAL: Final = frozenset((KIND_NAMES[kind], column) for kind, column in OPTIONAL)
 _MAKERS: Final = {
@@ -403,7 +438,10 @@ _MAKERS: Final = {
 }
 
 
-def _read_accesses(column: Any) -> list[tuple[Access, ...]]:
+_WITH_ROWS: Final = frozenset((KIND_NAMES[Kernel], KIND_NAMES[RowsDiscarded]))
+
+
+def _read_accesses(column: Any) -> list[_Cells]:
     """The accesses of each record of a batch. Shared arrays come out as one object."""
     flat = column.flatten()
     spaces, modes, pools, same_as = (flat.field(name).to_pylist() for name in ("space", "mode", "pool", "same_as"))
@@ -414,7 +452,7 @@ def _read_accesses(column: Any) -> list[tuple[Access, ...]]:
         raise _Damaged("a page run without start or count")
     ends = np.cumsum(pages.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)).tolist()
     arrays: list[PageIds] = []
-    found: list[Access] = []
+    found: list[Access | _RowCell] = []
     for number, space in enumerate(spaces):
         same = same_as[number]
         if same is None:
@@ -424,6 +462,9 @@ def _read_accesses(column: Any) -> list[tuple[Access, ...]]:
             arrays.append(arrays[same])
         else:
             raise _Damaged(f"access {number} has the pages of access {same}, which is not before it")
+        if space == ROWS_CELL:
+            found.append(_RowCell(arrays[number]))
+            continue
         try:
             found.append(Access(Space(space), Mode(modes[number]), arrays[number], pools[number] or 0))
         except ValueError as error:

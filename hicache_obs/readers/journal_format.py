@@ -2,7 +2,7 @@
 
 The columns are the fields of the records; a column is null where a record's kind has no such field. Page ids are kept
 as runs, in order. Records of one batch that carry the same array keep it once: ``same_as`` is the number of the first
-access in the batch that has it.
+access in the batch that has it. What a round's rows are is kept as one more access, the last, of space ``ROWS_CELL``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from hicache_obs.records import (
     Record,
     RecordStream,
     Relocate,
+    RowsDiscarded,
     TensorAlloc,
     TensorFree,
     ThreadPost,
@@ -48,7 +49,8 @@ from hicache_obs.records import (
     WaitStream,
 )
 
-JOURNAL_VERSION: Final = 1
+JOURNAL_VERSION: Final = 2
+"""2 has row cells."""
 STREAM_START: Final = b"\xff\xff\xff\xff"
 """How an Arrow IPC stream begins."""
 
@@ -133,6 +135,7 @@ FIELDS: Final[dict[type[Record], tuple[tuple[str, Callable[[Any], Any]], ...]]] 
     TensorAlloc: _names("tensor", "block", "stream"),
     TensorFree: _names("tensor"),
     Collective: _names("collective_group", "rank", "site"),
+    RowsDiscarded: _names("group"),
 }
 OPTIONAL: Final[frozenset[tuple[type[Record], str]]] = frozenset({(HostSync, "stream"), (GraphNode, "event")})
 """Columns that may be null in a record that has the field."""

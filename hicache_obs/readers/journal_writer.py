@@ -34,14 +34,17 @@ from hicache_obs.readers.journal_format import (
 )
 from hicache_obs.records import (
     NO_OP,
+    ROWS_CELL,
     Access,
     AnyRecord,
     Define,
     DropReason,
+    Kernel,
     Lost,
     PageAlloc,
     PageFree,
     PageIds,
+    RowsDiscarded,
 )
 
 _END_OF_STREAM: Final = b"\xff\xff\xff\xff\0\0\0\0"
@@ -225,7 +228,7 @@ def _batch(records: Sequence[AnyRecord]) -> Any:
         if isinstance(record, (PageAlloc, PageFree)):
             accesses.add((record.access,))
         else:
-            accesses.add(getattr(record, "accesses", ()))
+            accesses.add(getattr(record, "accesses", ()), _row_cell(record))
     arrays = [pa.array(columns[name], type=type_) for name, type_ in COLUMNS]
     return pa.RecordBatch.from_arrays([*arrays, accesses.array()], schema=SCHEMA)
 
@@ -245,23 +248,28 @@ class _AccessColumn:
         self._runs = 0
         self._first: dict[int, int] = {}
 
-    def add(self, accesses: tuple[Access, ...]) -> None:
-        """The accesses of the next record."""
+    def add(self, accesses: tuple[Access, ...], rows: PageIds | None = None) -> None:
+        """The accesses of the next record, and its row cell."""
         for access in accesses:
-            number = len(self._spaces)
-            # By identity, which is safe: the records of the batch keep the arrays alive.
-            first = self._first.setdefault(id(access.ids), number)
-            self._spaces.append(access.space)
-            self._modes.append(access.mode)
-            self._pools.append(access.pool)
-            self._same_as.append(None if first == number else first)
-            if first == number:
-                starts, counts = _runs(access.ids)
-                self._starts.append(starts)
-                self._counts.append(counts)
-                self._runs += len(starts)
-            self._of_access.append(self._runs)
+            self._add(access.space, access.mode, access.pool, access.ids)
+        if rows is not None:
+            self._add(ROWS_CELL, 0, 0, rows)
         self._of_record.append(len(self._spaces))
+
+    def _add(self, space: int, mode: int, pool: int, ids: PageIds) -> None:
+        number = len(self._spaces)
+        # By identity, which is safe: the records of the batch keep the arrays alive.
+        first = self._first.setdefault(id(ids), number)
+        self._spaces.append(space)
+        self._modes.append(mode)
+        self._pools.append(pool)
+        self._same_as.append(None if first == number else first)
+        if first == number:
+            starts, counts = _runs(ids)
+            self._starts.append(starts)
+            self._counts.append(counts)
+            self._runs += len(starts)
+        self._of_access.append(self._runs)
 
     def array(self) -> Any:
         """The whole column."""
@@ -281,6 +289,12 @@ class _AccessColumn:
             fields=list(ACCESS),
         )
         return pa.ListArray.from_arrays(pa.array(self._of_record, type=pa.int32()), accesses, type=pa.list_(ACCESS))
+
+
+def _row_cell(record: AnyRecord) -> PageIds | None:
+    if isinstance(record, Kernel):
+        return record.rows
+    return record.requests if isinstance(record, RowsDiscarded) else None
 
 
 def _runs(ids: PageIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

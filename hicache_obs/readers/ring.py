@@ -30,6 +30,7 @@ from hicache_obs.records import (
     OBSERVABLE_STATED,
     RING_MAGIC,
     RING_VERSION,
+    ROWS_CELL,
     SLOT_BYTES,
     Access,
     AnyRecord,
@@ -64,6 +65,7 @@ from hicache_obs.records import (
     RecordStream,
     Relocate,
     RingWord,
+    RowsDiscarded,
     Space,
     StreamId,
     StreamKind,
@@ -74,12 +76,14 @@ from hicache_obs.records import (
     ThreadRecv,
     Times,
     WaitStream,
+    unpack_rows,
 )
 from hicache_obs.trace import Trace, make_trace
 
 _SLOT: Final = struct.Struct("<BBHIqqqqqqii")
 _CELLS: Final = struct.Struct("<" + "BBHIQ" * MAX_ACCESSES)
-_CELL_BYTES: Final = _CELLS.size // MAX_ACCESSES
+_CELL: Final = struct.Struct("<BBHIQ")
+_CELL_BYTES: Final = _CELL.size
 _WORDS: Final = struct.Struct(f"<{HEADER_BYTES // 8}q")
 _MAGIC: Final = int.from_bytes(RING_MAGIC, "little")
 
@@ -186,6 +190,7 @@ class _Decoder:
             self._tensor_alloc,
             self._tensor_free,
             self._collective,
+            self._rows_discarded,
         )
         assert len(self._makers) == len(KINDS)
 
@@ -245,6 +250,13 @@ class _Decoder:
             raise _Damaged(f"{count} accesses where exactly 1 belongs")
         return self._accesses(place, 1)[0]
 
+    def _row_cell(self, place: int, number: int) -> PageIds:
+        """Ids of cell ``number``, which must be a row cell."""
+        space, _, _, count, position = _CELL.unpack_from(self._slots, place + _SLOT.size + _CELL_BYTES * number)
+        if space != ROWS_CELL:
+            raise _Damaged(f"space {space} where a row cell ({ROWS_CELL}) belongs")
+        return self._ids(position, count)
+
     def _ids(self, position: int, count: int) -> PageIds:
         if count == 0:
             return _NO_PAGES
@@ -268,9 +280,15 @@ class _Decoder:
     # -- one method per kind, in the order of ``records.KINDS``; f: kind count aux thread op host_ns a b c d lo hi --
 
     def _kernel(self, place: int, f: tuple[int, ...]) -> Kernel:
+        count = f[1]
+        rows = None
+        if 0 < count <= MAX_ACCESSES and self._slots[place + _SLOT.size + _CELL_BYTES * (count - 1)] == ROWS_CELL:
+            count -= 1
+            rows = self._row_cell(place, count)
+            _check_rows(rows)
         return Kernel(
             OpId(f[4]), ThreadId(f[3]), f[5], StreamId(f[6]), f[7], f[8], f[9], (f[10], f[11]),
-            self._accesses(place, f[1]),
+            self._accesses(place, count), rows,
         )  # fmt: skip
 
     def _memcpy(self, place: int, f: tuple[int, ...]) -> Memcpy:
@@ -365,6 +383,9 @@ class _Decoder:
 
     def _collective(self, place: int, f: tuple[int, ...]) -> Collective:
         return Collective(OpId(f[4]), ThreadId(f[3]), f[5], f[6], f[8], f[7])
+
+    def _rows_discarded(self, place: int, f: tuple[int, ...]) -> RowsDiscarded:
+        return RowsDiscarded(OpId(f[4]), ThreadId(f[3]), f[5], f[8], self._row_cell(place, 0))
 
 
 class RingReader:
@@ -696,6 +717,13 @@ class _Damaged(Exception):
     """A number in a slot is impossible."""
 
 
+def _check_rows(rows: PageIds) -> None:
+    try:
+        unpack_rows(rows)
+    except ValueError as error:
+        raise _Damaged(str(error)) from None
+
+
 def _one_of(members: tuple[T, ...], value: int, what: str) -> T:
     if not 0 <= value < len(members):
         raise _Damaged(f"{what} {value}; known are 0 to {len(members) - 1}")
@@ -728,6 +756,11 @@ def _read_info(path: Path, descriptor: int) -> RingInfo:
     version = words[RingWord.VERSION]
     if version > RING_VERSION:
         raise LayoutError(f"{path}: ring layout {version} is newer than {RING_VERSION}, the newest known here; upgrade")
+    if 0 < version < RING_VERSION:
+        raise LayoutError(
+            f"{path}: ring layout {version} is older than {RING_VERSION}, the only one known here; "
+            "read it with the version that wrote it"
+        )
     slots, arena_words = words[RingWord.SLOTS], words[RingWord.ARENA_WORDS]
     for name, value, limit in (("slots", slots, MAX_SLOTS), ("arena words", arena_words, MAX_ARENA_WORDS)):
         if not 0 < value <= limit:

@@ -38,11 +38,14 @@ from hicache_obs.readers.scenario_format import (
     PagesStep,
     RecordStreamStep,
     RelocateStep,
+    Row,
+    RowsDiscardedStep,
     ScenarioFile,
     Step,
     TensorAllocStep,
     TensorFreeStep,
     WaitStreamStep,
+    WorkStep,
     check_step,
     explain,
 )
@@ -75,8 +78,10 @@ from hicache_obs.records import (
     OpId,
     PageAlloc,
     PageFree,
+    PageIds,
     RecordStream,
     Relocate,
+    RowsDiscarded,
     Space,
     StreamId,
     StreamKind,
@@ -86,6 +91,7 @@ from hicache_obs.records import (
     ThreadPost,
     ThreadRecv,
     WaitStream,
+    pack_rows,
     page_ids,
 )
 from hicache_obs.trace import Trace, make_trace
@@ -161,6 +167,8 @@ class _Program:
         """Step that began each transfer, ``None`` once it ended."""
         self._tensors: dict[str, TensorAllocStep] = {}
         """How each live tensor was allocated."""
+        self._rounds: dict[str, tuple[OpId, tuple[Row, ...]]] = {}
+        """Operation and rows of each kernel that states them."""
         self._id(DefineSpace.THREAD, DEFAULT_THREAD)
         self._id(DefineSpace.POOL, DEFAULT_POOL, value=file.layers or 0)
         for name, stream in file.streams.items():
@@ -227,7 +235,7 @@ class _Program:
             raise BadStep(f"layer {step.layer} of a scenario with {self._layers} layers; must be below")
         return step.layer, step.layer + 1
 
-    def _work(self, step: KernelStep | GraphEntry) -> tuple[Access, ...]:
+    def _work(self, step: WorkStep | GraphEntry) -> tuple[Access, ...]:
         return (
             *self._device(Mode.READ, step.reads),
             *self._device(Mode.WRITE, step.writes),
@@ -259,7 +267,39 @@ class _Program:
 
     def kernel(self, op: OpId, step: KernelStep) -> Kernel:
         site, stream = self._site(step, f"kernel on {step.stream}"), self._stream(step.stream)
-        return Kernel(*self._base(op, step), stream, site, op, 0, self._layers_of(step), self._work(step))
+        rows = None if step.rows is None else self._rows(step, step.rows)
+        if step.rows is not None:
+            self._rounds[step.id] = op, step.rows
+        return Kernel(*self._base(op, step), stream, site, op, 0, self._layers_of(step), self._work(step), rows)
+
+    def _rows(self, step: KernelStep, rows: Sequence[Row]) -> PageIds:
+        """What only reads, what does both, what only writes: the order that ``pack_rows`` asks for."""
+        requests, pages, reads, writes = [], [], [], []
+        for number, row in enumerate(rows):
+            for key in ("reads", "writes"):
+                strange = sorted(set(getattr(row, key)) - set(getattr(step, key)))
+                if strange:
+                    raise BadStep(f"key 'rows[{number}].{key}': page {strange[0]} is not in the step's own {key!r}")
+            read, written = dict.fromkeys(row.reads), dict.fromkeys(row.writes)
+            requests.append(self._id(DefineSpace.REQUEST, row.request))
+            order = [p for p in read if p not in written] + [p for p in read if p in written]
+            pages.append(page_ids([*order, *(p for p in written if p not in read)]))
+            reads.append(len(read))
+            writes.append(len(written))
+        return pack_rows(requests, pages, reads, writes)
+
+    def rows_discarded(self, op: OpId, step: RowsDiscardedStep) -> RowsDiscarded:
+        if step.round not in self._rounds:
+            raise BadStep(f"round {step.round!r} is no earlier kernel with rows; {_known('there are', self._rounds)}")
+        number, rows = self._rounds[step.round]
+        for request in step.requests:
+            if request not in {row.request for row in rows}:
+                raise BadStep(
+                    f"request {request!r} has no row in round {step.round!r}; "
+                    f"{_known('requests there', (row.request for row in rows))}"
+                )
+        requests = page_ids(self._id(DefineSpace.REQUEST, request) for request in step.requests)
+        return RowsDiscarded(*self._base(op, step), number, requests)
 
     def memcpy(self, op: OpId, step: MemcpyStep) -> Memcpy:
         direction, source_key, target_key = _MEMCPY_KEYS[step.kind]

@@ -39,7 +39,7 @@ class Step(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     layer: Layer | None = None
 
 
-class KernelStep(Step, kw_only=True, frozen=True):
+class WorkStep(Step, kw_only=True, frozen=True):
     stream: Name
     reads: tuple[DevicePage, ...] = ()
     writes: tuple[DevicePage, ...] = ()
@@ -47,6 +47,23 @@ class KernelStep(Step, kw_only=True, frozen=True):
     writes_host: tuple[HostPage, ...] = ()
     reads_buf: tuple[Name, ...] = ()
     writes_buf: tuple[Name, ...] = ()
+
+
+class Row(Struct, forbid_unknown_fields=True, frozen=True):
+    """One of the ``rows`` of a kernel."""
+
+    request: Name
+    reads: tuple[HostPage, ...] = ()
+    writes: tuple[HostPage, ...] = ()
+
+
+class KernelStep(WorkStep, kw_only=True, frozen=True):
+    rows: Annotated[tuple[Row, ...], Meta(min_length=1)] | None = None
+
+
+class RowsDiscardedStep(Step, kw_only=True, frozen=True):
+    round: Name
+    requests: Annotated[tuple[Name, ...], Meta(min_length=1)]
 
 
 class MemcpyStep(Step, kw_only=True, frozen=True):
@@ -113,7 +130,7 @@ class GraphEntry(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     writes_buf: tuple[Name, ...] = ()
 
 
-class GraphReplayStep(KernelStep, kw_only=True, frozen=True):
+class GraphReplayStep(WorkStep, kw_only=True, frozen=True):
     graph: Name
     nodes: Annotated[tuple[GraphEntry, ...], Meta(min_length=1, max_length=MAX_NODES)] | None = None
 
@@ -213,6 +230,7 @@ STEPS: Final[dict[str, type[Step]]] = {
     "tensor_free": TensorFreeStep,
     "record_stream": RecordStreamStep,
     "collective": CollectiveStep,
+    "rows_discarded": RowsDiscardedStep,
 }
 """What each operation may say; these are all operations of the format."""
 
@@ -264,5 +282,7 @@ def explain(error: Exception, kind: type[Struct]) -> str:
         text = text.replace("Object contains unknown field", "unknown key")
         if at and at[1].startswith("nodes["):
             kind = GraphEntry
+        elif at and at[1].startswith("rows["):
+            kind = Row
         text += f"; known are {', '.join(kind.__struct_fields__)}"
     return text.replace("`", "'")

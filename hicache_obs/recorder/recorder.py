@@ -43,8 +43,10 @@ from hicache_obs.records import (
     OpId,
     PageAlloc,
     PageFree,
+    PageIds,
     Purpose,
     RecordStream,
+    RowsDiscarded,
     Space,
     StreamId,
     StreamKind,
@@ -220,6 +222,10 @@ class Recorder:
         """``owner`` gives pages back."""
         self._emit(lambda op, thread, now: PageFree(op, thread, now, owner, access))
 
+    def rows_discarded(self, round_id: int, requests: PageIds) -> None:
+        """The calling thread throws away what a round computed for ``requests``."""
+        self._emit(lambda op, thread, now: RowsDiscarded(op, thread, now, round_id, requests))
+
     def host_access(self, site: str, accesses: tuple[Access, ...], *, layers: tuple[int, int] = ALL_LAYERS) -> None:
         """The calling thread itself reads or writes memory that the device also uses, here and now."""
         self._emit(lambda op, thread, now: HostAccess(op, thread, now, self._site(site), layers, accesses))
@@ -241,7 +247,9 @@ class Recorder:
             stream = self._queue_on(device.current_stream(), op)
             site = self._site(work.site)
             if work.direction is None:
-                return Kernel(op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses)
+                return Kernel(
+                    op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses, work.rows
+                )
             return Memcpy(
                 op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses, work.direction
             )

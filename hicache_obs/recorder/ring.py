@@ -41,6 +41,7 @@ from hicache_obs.records import (
     OBSERVABLE_STATED,
     RING_MAGIC,
     RING_VERSION,
+    ROWS_CELL,
     SLOT_BYTES,
     Access,
     AnyRecord,
@@ -69,6 +70,7 @@ from hicache_obs.records import (
     RecordStream,
     Relocate,
     RingWord,
+    RowsDiscarded,
     TensorAlloc,
     TensorFree,
     ThreadPost,
@@ -198,6 +200,7 @@ class RingWriter:
             TensorAlloc: self._tensor_alloc,
             TensorFree: self._tensor_free,
             Collective: self._collective,
+            RowsDiscarded: self._rows_discarded,
         }
         self._write_header(ranks, mode)
         self.writable = self._open = True
@@ -357,6 +360,14 @@ class RingWriter:
             self._same_accesses, self._same_cells = accesses, cells
         return cells
 
+    def _row_cell(self, rows: PageIds) -> tuple[int, int, int, int, int] | None:
+        """Numbers of a row cell; ``None`` if the arena has no room."""
+        known = self._remembered.get(id(rows))
+        if known is None:
+            known = self._store(rows)
+            self._same_accesses = None  # their arrays may just have been forgotten
+        return None if known is None else (ROWS_CELL, 0, 0, known[2], known[1])
+
     def _store(self, ids: PageIds) -> tuple[PageIds, int, int] | None:
         count, words, start = len(ids), self._arena_words, self._arena_head
         end = start + count
@@ -407,6 +418,9 @@ class RingWriter:
         if cells is None:
             return False
         count = len(r.accesses)
+        if r.rows is not None and count < MAX_ACCESSES and (row_cell := self._row_cell(r.rows)) is not None:
+            cells = [*cells, *row_cell]
+            count += 1
         _pack_cells[count](
             self._map, place, 0, count, 0, r.thread, r.op, r.host_ns,
             r.stream, r.site, r.group, r.size_bytes, r.layers[0], r.layers[1], *cells,
@@ -553,6 +567,13 @@ class RingWriter:
 
     def _collective(self, place: int, r: Collective) -> bool:
         _pack(self._map, place, 24, 0, 0, r.thread, r.op, r.host_ns, r.collective_group, r.site, r.rank, 0, 0, 0)
+        return True
+
+    def _rows_discarded(self, place: int, r: RowsDiscarded) -> bool:
+        cell = self._row_cell(r.requests)
+        if cell is None:
+            return False
+        _pack_cells[1](self._map, place, 25, 1, 0, r.thread, r.op, r.host_ns, 0, 0, r.group, 0, 0, 0, *cell)
         return True
 
     def _write_header(self, ranks: Ranks, mode: CaptureMode) -> None:

@@ -15,7 +15,7 @@ from hicache_obs.controller.scheduler import Scheduler
 from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ControllerError
 from hicache_obs.findings import Hazard
-from hicache_obs.records import page_ids
+from hicache_obs.records import page_ids, unpack_rows
 from hicache_obs.streams import SCHEDULES
 
 LAYERS, PAGE_SIZE = 3, 4
@@ -66,6 +66,13 @@ def check_batches(engine: Engine) -> None:
         written = np.concatenate([row[start:end] for row, start, end in rows])
         assert batch.write_pages.tolist() == sorted(set(written.tolist()))
         assert len(set(written.tolist())) == len(written)  # rows never write one page
+        stated = unpack_rows(batch.row_ids)
+        slots = {state.slot: state.request.request_id for state in engine.scheduler._running}
+        assert stated.requests.tolist() == [slots[slot] for slot in batch.token_slots.tolist()]
+        assert stated.pages.tolist() == np.concatenate([row[:end] for row, _, end in rows]).tolist()
+        assert np.diff(stated.starts).tolist() == [end for _, _, end in rows]
+        assert stated.reads.tolist() == (-(-batch.prefix_lens // PAGE_SIZE)).tolist()
+        assert stated.writes.tolist() == [end - start for _, start, end in rows]
         return forward(batch, **kwargs)
 
     engine.runner.forward = launching

@@ -127,7 +127,7 @@ def test_any_arrow_library_can_read_it(tmp_path):
         ],
     ]
     metadata = {key.decode(): value.decode() for key, value in stream.schema.metadata.items()}
-    assert metadata["hicache_obs.version"] == "1"
+    assert metadata["hicache_obs.version"] == "2"
     assert metadata["hicache_obs.engine"] == "demo 1"
     assert metadata["hicache_obs.clock"] == "host"
     assert read_journal(tmp_path).names.streams == {5: "load"}
@@ -312,15 +312,21 @@ def test_headers_that_are_not_ours(tmp_path):
     arrow_stream(path, pa.schema([("a", pa.int64())]))
     with pytest.raises(TraceError, match=r"an Arrow stream, but not a journal: it states no hicache_obs.version"):
         read_journal(path)
-    arrow_stream(path, schema.with_metadata({**meta, b"hicache_obs.version": b"2"}))
-    with pytest.raises(TraceError, match=r"journal version 2 is newer than 1, the newest known here; upgrade"):
+    arrow_stream(path, schema.with_metadata({**meta, b"hicache_obs.version": b"3"}))
+    with pytest.raises(TraceError, match=r"journal version 3 is newer than 2, the newest known here; upgrade"):
+        read_journal(path)
+    arrow_stream(path, schema.with_metadata({**meta, b"hicache_obs.version": b"1"}))
+    with pytest.raises(TraceError, match=r"journal version 1 is older than 2, the only one known here; read it with"):
         read_journal(path)
     arrow_stream(path, schema.remove(3).with_metadata(meta))
-    with pytest.raises(TraceError, match=r"damaged: its columns are not those of journal version 1"):
+    with pytest.raises(TraceError, match=r"damaged: its columns are not those of journal version 2"):
         read_journal(path)
     arrow_stream(path, schema.with_metadata({**meta, b"hicache_obs.segment": b"x"}))
     with pytest.raises(TraceError, match=r"damaged header: hicache_obs.segment is 'x', not a number"):
         read_journal(path)
+
+
+ROW_CELL = {"space": 3, "mode": 0, "pool": 0, "pages": [{"start": 0, "count": 1}], "same_as": None}
 
 
 def replaced(batch, column, values):
@@ -338,6 +344,7 @@ def replaced(batch, column, values):
         ("kind", "graph_node", "record 0 (graph_node): no index"),
         ("kind", "io_begin", "record 0 (io_begin): no io"),
         ("accesses", [{"space": 9, "mode": 0, "pool": 0, "pages": [], "same_as": None}], "access 0: 9 is not a valid"),
+        ("accesses", [ROW_CELL], "record 0 (event_record): a row cell where only accesses belong"),
         (
             "accesses",
             [{"space": 0, "mode": 0, "pool": 0, "pages": [], "same_as": 0}],

@@ -42,6 +42,7 @@ from hicache_obs.records import (
     Purpose,
     RecordStream,
     Relocate,
+    RowsDiscarded,
     Space,
     TensorAlloc,
     TensorFree,
@@ -49,6 +50,7 @@ from hicache_obs.records import (
     ThreadRecv,
     Times,
     WaitStream,
+    pack_rows,
 )
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -62,6 +64,15 @@ ARRAY = st.one_of(
 
 
 @st.composite
+def row_arrays(draw):
+    """What ``pack_rows`` makes."""
+    pages = draw(st.lists(ARRAY, max_size=3))
+    counts = [draw(st.integers(0, len(ids))) for ids in pages * 2]
+    requests = draw(st.lists(st.integers(0, 2**40), min_size=len(pages), max_size=len(pages)))
+    return pack_rows(requests, pages, counts[: len(pages)], counts[len(pages) :])
+
+
+@st.composite
 def histories(draw, min_size=0, max_size=30):
     """Records that share arrays out of a small stock, as an engine's do."""
     arrays = st.sampled_from(draw(st.lists(ARRAY, min_size=1, max_size=5)))
@@ -69,9 +80,12 @@ def histories(draw, min_size=0, max_size=30):
     base = (OP, st.integers(0, 2**32 - 1), INT64)
     several = st.lists(access, max_size=4).map(tuple)
     work = (*base, INT64, INT64, INT64, INT64, LAYERS, several)
+    # With four accesses a ring has no room for the rows.
+    rows = st.none() | st.sampled_from(draw(st.lists(row_arrays(), min_size=1, max_size=2)))
+    round_work = (*work[:-1], st.lists(access, max_size=3).map(tuple), rows)
     define = st.builds(Define, *base, st.sampled_from(DefineSpace), INT64, st.text(max_size=16), INT64)
     fields = {
-        Kernel: work,
+        Kernel: round_work,
         Memcpy: (*work, st.sampled_from(Direction)),
         EventRecord: (*base, INT64, INT64),
         EventWait: (*base, INT64, INT64, st.sampled_from(Purpose)),
@@ -95,6 +109,7 @@ def histories(draw, min_size=0, max_size=30):
         TensorAlloc: (*base, INT64, INT64, INT64),
         TensorFree: (*base, INT64),
         Collective: (*base, INT64, INT64, INT64),
+        RowsDiscarded: (*base, INT64, arrays),
     }
     record = st.one_of(
         *(st.builds(kind, *fields[kind]) for kind in KINDS if kind is not Define),
@@ -113,7 +128,10 @@ def assert_same(expected, found):
     assert [type(record) for record in found] == [type(record) for record in expected]
     for want, got in zip(expected, found, strict=True):
         for field in type(want).__struct_fields__:
-            if field not in ("access", "accesses"):
+            if field in ("rows", "requests"):
+                assert (getattr(got, field) is None) == (getattr(want, field) is None)
+                assert np.array_equal(getattr(got, field), getattr(want, field))
+            elif field not in ("access", "accesses"):
                 assert getattr(got, field) == getattr(want, field), field
                 assert type(getattr(got, field)) is type(getattr(want, field)), field
         assert len(accesses(got)) == len(accesses(want))
@@ -125,10 +143,19 @@ def assert_same(expected, found):
             assert b.ids.tolist() == a.ids.tolist()
 
 
+def arrays_of(records):
+    """Arrays that records carry, empty ones aside."""
+    found = []
+    for record in records:
+        rows = getattr(record, "rows", None) if isinstance(record, Kernel) else getattr(record, "requests", None)
+        found += [access.ids for access in accesses(record)] + ([] if rows is None else [rows])
+    return [ids for ids in found if len(ids)]
+
+
 def sharing(records):
-    """Which accesses carry the same array object, empty ones aside."""
+    """Which records carry the same array object."""
     first: dict[int, int] = {}
-    arrays = [access.ids for record in records for access in accesses(record) if len(access.ids)]
+    arrays = arrays_of(records)
     return [first.setdefault(id(ids), number) for number, ids in enumerate(arrays)]
 
 
@@ -224,7 +251,7 @@ def test_a_small_ring_loses_records_but_never_mixes_them_up(history, reads, slot
 
 
 def sharing_pairs(records):
-    arrays = [a.ids for r in records if not isinstance(r, Lost) for a in accesses(r) if len(a.ids)]
+    arrays = arrays_of(record for record in records if not isinstance(record, Lost))
     return [{j for j in range(i) if arrays[j] is arrays[i]} for i in range(len(arrays))]
 
 

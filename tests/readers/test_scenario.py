@@ -37,6 +37,7 @@ from hicache_obs.records import (
     PageFree,
     RecordStream,
     Relocate,
+    RowsDiscarded,
     Space,
     StreamKind,
     TensorAlloc,
@@ -44,6 +45,7 @@ from hicache_obs.records import (
     ThreadPost,
     ThreadRecv,
     WaitStream,
+    unpack_rows,
 )
 
 CASES = Path(__file__).resolve().parent.parent / "cases"
@@ -70,6 +72,7 @@ KINDS = {
     "tensor_free": TensorFree,
     "record_stream": RecordStream,
     "collective": Collective,
+    "rows_discarded": RowsDiscarded,
 }
 
 
@@ -179,6 +182,27 @@ def test_a_page_of_another_pool_is_another_page():
         (Mode.READ, "mamba", [5]),
         (Mode.WRITE, "mamba", [6]),
     ]
+
+
+ROUND = {
+    "op": "kernel",
+    "stream": "f",
+    "reads": [1, 2, 3],
+    "writes": [3, 4],
+    "rows": [{"request": "A", "reads": [3, 1], "writes": [3]}, {"request": "B", "reads": [2], "writes": [4]}],
+}
+
+
+def test_rows_of_a_round():
+    """What a row only reads comes first, what it only writes last."""
+    trace, (kernel, gone) = parse(ROUND, {"op": "rows_discarded", "round": "s1", "requests": ["B"]})
+    rows = unpack_rows(kernel.rows)
+    assert [trace.names.requests[number] for number in rows.requests.tolist()] == ["A", "B"]
+    assert (rows.pages.tolist(), rows.starts.tolist()) == ([1, 3, 2, 4], [0, 2, 4])
+    assert (rows.reads.tolist(), rows.writes.tolist()) == ([2, 1], [1, 1])
+    assert (gone.group, gone.requests.tolist()) == (kernel.group, [rows.requests[1]])
+    _, (bare,) = parse({key: value for key, value in ROUND.items() if key != "rows"})
+    assert bare.rows is None
 
 
 def test_copies_in_each_direction():
@@ -468,6 +492,7 @@ def test_a_bad_step_is_named_with_what_was_allowed(step, text):
     assert str(raised.value).startswith(f"x.json: step {name}: {text}")
 
 
+GONE = {"op": "rows_discarded", "round": "s1", "requests": ["A"]}
 ALLOC = {"op": "tensor_alloc", "tensor": "t", "mem": "M", "stream": "f"}
 FREE = {"op": "tensor_free", "tensor": "t"}
 POST, RECV = {"op": "thread_post", "chan": "q"}, {"op": "thread_recv", "chan": "q", "thread": "t"}
@@ -480,6 +505,16 @@ POST, RECV = {"op": "thread_post", "chan": "q"}, {"op": "thread_recv", "chan": "
         ([RECV, POST], "chan 'q' has no post left to receive"),
         ([IO, IO], "io 'a' began in step s1 and has not ended; end it first or choose another name"),
         ([IO, {"op": "io_end", "io": "b"}], "io 'b' has not begun; begun before: 'a'"),
+        ([{**ROUND, "rows": []}], "key 'rows': Expected 'array' of length >= 1"),
+        ([{**ROUND, "rows": [{"reads": [1]}]}], "key 'rows[0]': needs key 'request'"),
+        ([{**ROUND, "rows": [{"request": "A", "page": 1}]}], "key 'rows[0]': unknown key 'page'; known are request, r"),
+        (
+            [{**ROUND, "rows": [{"request": "A", "reads": [4]}]}],
+            "key 'rows[0].reads': page 4 is not in the step's own 'reads'",
+        ),
+        ([{**GRAPH, "rows": []}], "unknown key 'rows'; known are id, op, thread"),
+        ([ROUND, {**GONE, "round": "s3"}], "round 's3' is no earlier kernel with rows; there are: 's1'"),
+        ([ROUND, {**GONE, "requests": ["C"]}], "request 'C' has no row in round 's1'; requests there: 'A', 'B'"),
         ([ALLOC, ALLOC], "tensor 't' is live since step s1; free it first"),
         ([ALLOC, FREE, FREE], "tensor 't' is not allocated; allocated now: none"),
         ([ALLOC, {**FREE, "tensor": "M"}], "tensor 'M' is not allocated; allocated now: 't'"),

@@ -32,7 +32,9 @@ from hicache_obs.records import (
     RingWord,
     device,
     host,
+    pack_rows,
     page_ids,
+    unpack_rows,
 )
 
 
@@ -443,19 +445,65 @@ def test_read_ring_resolves_names(rings):
     assert names.stream(5) == "stream 5"
 
 
+def test_rows_beside_four_accesses_are_left_out(rings):
+    """A slot has four cells. The round itself is kept."""
+    writer, _reader = rings(slots=8, words=64)
+    rows = pack_rows([7], [np.arange(2)], [2], [1])
+    for count in (3, 4):
+        full = round_of(0, *(np.arange(n, n + 2) for n in range(count)))
+        assert writer.append(Kernel(0, 0, 0, 1, 0, 0, 0, ALL_LAYERS, full.accesses, rows))
+    three, four = read_ring(writer.path)
+    assert (len(three.accesses), three.rows.tolist()) == (3, rows.tolist())
+    assert (len(four.accesses), four.rows) == (4, None)
+
+
+def test_rows_without_room_are_left_out(rings):
+    """Rows are worth less than the round they belong to."""
+    writer, _reader = rings(slots=8, words=16)
+    rows = pack_rows([7], [np.arange(20)], [2], [1])
+    assert writer.append(Kernel(0, 0, 0, 1, 0, 0, 0, ALL_LAYERS, round_of(0, np.arange(2)).accesses, rows))
+    (kept,) = read_ring(writer.path)
+    assert (kept.accesses[0].ids.tolist(), kept.rows) == ([0, 1], None)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], "0 numbers for -1 rows"),
+        ([-1], "1 numbers for -1 rows"),
+        ([2, 1, 1, 1, 1], "5 numbers for 2 rows"),
+        ([1, 7, 2, 1, 1, 5], "rows of 2 pages; 1 are there"),
+        ([1, 7, -1, 0, 0], "rows of -1 pages; 0 are there"),
+        ([1, 7, 1, 2, 1, 5], "a row reads or writes more pages than it has"),
+        ([1, 7, 1, 1, -1, 5], "a row reads or writes more pages than it has"),
+    ],
+)
+def test_what_are_no_rows(numbers, text):
+    with pytest.raises(ValueError, match=text):
+        unpack_rows(np.array(numbers, np.int64))
+
+
 DAMAGE = [
     (0, b"nonsense", "not a ring: it begins with b'nonsense', not b'hicaring'"),
-    (8 * RingWord.VERSION, b"\x02", "ring layout 2 is newer than 1, the newest known here; upgrade"),
+    (8 * RingWord.VERSION, b"\x03", "ring layout 3 is newer than 2, the newest known here; upgrade"),
+    (
+        8 * RingWord.VERSION,
+        b"\x01",
+        "ring layout 1 is older than 2, the only one known here; read it with the version that wrote it",
+    ),
+    (8 * RingWord.VERSION, b"\x00", "damaged header: layout 0 with 128 bytes per slot"),
     (8 * RingWord.SLOTS, b"\0" * 8, "damaged header: 0 slots; must be from 1 to 16777216"),
     (8 * RingWord.SLOTS, b"\x40", "cut short: 5248 bytes of 12416"),
     (8 * RingWord.ARENA_WORDS + 7, b"\x80", "damaged header: -9223372036854775792 arena words"),
-    (8 * RingWord.SLOT_BYTES, b"\x40", "damaged header: layout 1 with 64 bytes per slot"),
+    (8 * RingWord.SLOT_BYTES, b"\x40", "damaged header: layout 2 with 64 bytes per slot"),
     (8 * RingWord.TP_RANK, b"\xff" * 8, "damaged header: tp rank -1; must be from 0 to 1048575"),
     (8 * RingWord.HEAD + 7, b"\x80", "damaged header: 0 records read of -"),
     (8 * RingWord.TAIL, b"\x09", "damaged header: 9 records read of 2 written"),
-    (HEADER_BYTES, b"\x50", "record 0 is damaged: kind 80; known are 0 to 24"),
+    (HEADER_BYTES, b"\x50", "record 0 is damaged: kind 80; known are 0 to 25"),
     (HEADER_BYTES + 1, b"\x05", "record 0 is damaged: 5 accesses; at most 4 fit"),
-    (HEADER_BYTES + 64, b"\x03", "record 0 is damaged: space 3; known are 0 to 2"),
+    (HEADER_BYTES + 64, b"\x04", "record 0 is damaged: space 4; known are 0 to 2"),
+    (HEADER_BYTES + 64, b"\x03", "record 0 is damaged: rows of 0 pages; 2 are there"),
+    (HEADER_BYTES, b"\x19", "record 0 is damaged: space 0 where a row cell (3) belongs"),
     (HEADER_BYTES + 65, b"\x02", "record 0 is damaged: access mode 2; known are 0 to 1"),
     (HEADER_BYTES + 68, b"\xff", "record 0 is damaged: 255 page ids at arena position 0, which ends at 3"),
     (HEADER_BYTES + 72, b"\x01", "record 0 is damaged: 3 page ids at arena position 1, which ends at 3"),
