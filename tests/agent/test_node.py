@@ -21,7 +21,7 @@ from hicache_obs.findings import Hazard
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.agent_lock import AgentLock, running_agent
-from hicache_obs.records import NO_OP, CaptureMode, DropReason, EventRecord, Ranks, RingWord
+from hicache_obs.records import NO_OP, RING_VERSION, CaptureMode, DropReason, EventRecord, Ranks, RingWord
 
 RACE = {"hazard": "waw_forward_restore"}
 
@@ -193,7 +193,7 @@ def test_a_writer_in_another_namespace_counts_as_ended_when_it_is_silent(node, r
 def test_a_ring_of_another_version_is_refused_and_seen(node, ring, round_of, fill, value, caplog):
     agent, metrics = node()
     newer, good = ring(0), ring(1)
-    put_word(newer.path, RingWord.VERSION, 2)
+    put_word(newer.path, RingWord.VERSION, RING_VERSION + 1)
     fill(good, round_of(1))
     for _ in range(3):
         agent.cycle(budget_s=9)
@@ -201,18 +201,19 @@ def test_a_ring_of_another_version_is_refused_and_seen(node, ring, round_of, fil
     assert value(metrics, "ring_errors_total", reason="version") == 1
     assert value(metrics, "records_total", tp_rank="1") == 3
     assert [m for m in caplog.messages if "version" in m or "layout" in m] == [
-        f"{newer.path}: ring layout 2 is newer than 1, the newest known here; upgrade; it is not read"
+        f"{newer.path}: ring layout {RING_VERSION + 1} is newer than {RING_VERSION}, the newest known here; upgrade; "
+        "it is not read"
     ]
 
 
 def test_a_refused_ring_is_tried_again(node, ring, round_of, fill, value, monkeypatch):
     agent, metrics = node()
     writer = ring()
-    put_word(writer.path, RingWord.VERSION, 2)
+    put_word(writer.path, RingWord.VERSION, RING_VERSION + 1)
     fill(writer, round_of(1))
     agent.cycle(budget_s=9)
     assert value(metrics, "blind") == 1
-    put_word(writer.path, RingWord.VERSION, 1)
+    put_word(writer.path, RingWord.VERSION, RING_VERSION)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     assert agent.cycle(budget_s=9) == 3
