@@ -1,7 +1,25 @@
-"""For people who test their own stream code, and for this project's tests."""
+"""For people who test their own stream code, and for this project's tests.
 
-from hicache_obs.testing.brute_force import misuses, races
-from hicache_obs.testing.history import History
-from hicache_obs.testing.recording import RecordingSink
+Names are loaded when they are first used: pytest imports the plugin in this package in every run, of every project,
+and must not pay for numpy then.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from hicache_obs.testing.brute_force import misuses, races
+    from hicache_obs.testing.history import History
+    from hicache_obs.testing.recording import RecordingSink
 
 __all__ = ["History", "RecordingSink", "misuses", "races"]
+
+_HOMES: Final = {"History": "history", "RecordingSink": "recording", "misuses": "brute_force", "races": "brute_force"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
