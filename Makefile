@@ -9,10 +9,10 @@ STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV
 NVTX_OLD := .cache/nvtx-0.2.11
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test check format bench fuzz gpu-check nsys-env clean
+.PHONY: help venv lock demo test check format bench fuzz fuzz-inputs gpu-check nsys-env clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." is passed on by demo, test and bench; PYTHON=... chooses the interpreter of a new .venv.'
 
 venv: $(STAMP)  ## .venv with all extras and this checkout (editable), as constraints.txt pins it
@@ -57,6 +57,9 @@ bench: venv  ## run the benchmarks side by side with their peers (ARGS: pytest o
 
 fuzz: venv  ## random traces of every record kind against brute force (N=20000 programs)
 	HICACHE_OBS_FUZZ=$(or $(N),20000) $(BIN)/python -m pytest -q tests/analyzer/test_fuzz.py $(ARGS)
+
+fuzz-inputs: venv  ## damaged trace files through the command line (N=10000 files)
+	HICACHE_OBS_FUZZ_INPUTS=$(or $(N),10000) $(BIN)/python -m pytest -q tests/cli/test_fuzz_inputs.py $(ARGS)
 
 gpu-check:  ## the checks that need a CUDA device, with the system's own Python and torch
 	PYTHONPATH=. $(PYTHON) tests/gpu/check.py $(ARGS)

@@ -7,7 +7,7 @@ times are known, whether the measured order was kept. Both answers meet in ``fin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -80,7 +80,8 @@ class _Replay:
     record: GraphReplay
     stream: Actor
     label: Label
-    left: int
+    seen: list[int] = field(default_factory=list)
+    """Entries read so far."""
 
 
 @dataclass(slots=True)
@@ -238,7 +239,7 @@ class Analyzer:
             order.join(stream, earlier)
         label = Label("graph", record.site, record.stream, record.group, record.thread)
         if record.nodes:
-            self._replay = _Replay(record, stream, label, record.nodes)
+            self._replay = _Replay(record, stream, label)
             return
         self._live[record.op] = [self._enter(record, stream, label)]
         self._graphs[record.graph] = order.note(stream, self._seq)
@@ -258,8 +259,8 @@ class Analyzer:
         else:
             operation = self._enter(record, actor, replay.label, op=replay.record.op)
             self._live.setdefault(replay.record.op, []).append(operation)
-        replay.left -= 1
-        if not replay.left:
+        replay.seen.append(record.index)
+        if len(replay.seen) == replay.record.nodes:
             self._close_replay()
 
     def _close_replay(self) -> None:
@@ -268,7 +269,7 @@ class Analyzer:
         if replay is None:
             return
         order = self._order
-        for index in range(replay.record.nodes):
+        for index in replay.seen:
             order.follow(replay.stream, order.node(replay.record.graph, index))
         order.advance(replay.stream)
         self._graphs[replay.record.graph] = order.note(replay.stream, self._seq)

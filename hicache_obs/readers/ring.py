@@ -18,11 +18,13 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from hicache_obs.errors import TraceError
+from hicache_obs.readers.trace_file import node_fault, size_of
 from hicache_obs.records import (
     HEADER_BYTES,
     KINDS,
     MAX_ACCESSES,
     MAX_ARENA_WORDS,
+    MAX_IDS,
     MAX_SLOTS,
     MAX_TEXT_BYTES,
     NO_OP,
@@ -79,6 +81,7 @@ _SLOT: Final = struct.Struct("<BBHIqqqqqqii")
 _CELLS: Final = struct.Struct("<" + "BBHIQ" * MAX_ACCESSES)
 _CELL_BYTES: Final = _CELLS.size // MAX_ACCESSES
 _WORDS: Final = struct.Struct(f"<{HEADER_BYTES // 8}q")
+_READ_BYTES: Final = 1 << 30
 _MAGIC: Final = int.from_bytes(RING_MAGIC, "little")
 
 _SPACES: Final = tuple(Space)
@@ -250,6 +253,8 @@ class _Decoder:
         place = position % words
         first = self._arena[place : place + count]
         ids = first.copy() if len(first) == count else np.concatenate((first, self._arena[: count - len(first)]))
+        if ids.view(np.uint64).max() >= MAX_IDS:
+            raise _Damaged(f"page or buffer ids {ids.min()} to {ids.max()}; allowed are 0 to {MAX_IDS - 1}")
         ids.flags.writeable = False
         self._shared[position] = ids
         return ids
@@ -325,6 +330,8 @@ class _Decoder:
 
     def _graph_node(self, place: int, f: tuple[int, ...]) -> GraphNode:
         event = EventId(f[6]) if f[2] else None
+        if problem := node_fault(f[8], f[7]):
+            raise _Damaged(problem)
         accesses = self._accesses(place, f[1])
         return GraphNode(OpId(f[4]), ThreadId(f[3]), f[5], f[8], f[7], event, (f[10], f[11]), accesses)
 
@@ -495,8 +502,9 @@ def read_ring(path: str | os.PathLike[str]) -> Trace:
         info = _read_info(target, descriptor)
         before = _read_words(descriptor)
         arena_at = HEADER_BYTES + info.slots * SLOT_BYTES
-        slots = os.pread(descriptor, arena_at - HEADER_BYTES, HEADER_BYTES)
-        arena = os.pread(descriptor, info.arena_words * 8, arena_at)
+        # A file that was never full is read as far as it was written: most of a large one is empty.
+        slots = _read(descriptor, SLOT_BYTES * _used(before[RingWord.HEAD], info.slots), HEADER_BYTES)
+        arena = _read(descriptor, 8 * _used(before[RingWord.ARENA_HEAD], info.arena_words), arena_at)
         after = _read_words(descriptor)
     head = before[RingWord.HEAD]
     unread = after[RingWord.HEAD] - info.slots == after[RingWord.TAIL]
@@ -537,6 +545,7 @@ def _one_of(members: tuple[T, ...], value: int, what: str) -> T:
 
 
 def _open(path: Path, how: str) -> Any:
+    size_of(path)
     try:
         return open(path, how, buffering=0)
     except OSError as error:
@@ -545,6 +554,24 @@ def _open(path: Path, how: str) -> Any:
 
 def _size_bytes(slots: int, arena_words: int) -> int:
     return HEADER_BYTES + slots * SLOT_BYTES + arena_words * 8
+
+
+def _used(written: int, room: int) -> int:
+    """How many places of ``room`` hold something after ``written`` were written."""
+    return max(0, min(written, room))
+
+
+def _read(descriptor: int, size: int, offset: int) -> bytearray:
+    """``size`` bytes of a file. One call reads 2 GiB at most."""
+    data = bytearray(size)
+    done = 0
+    with memoryview(data) as view:
+        while done < size:
+            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], offset + done)
+            if not count:
+                break  # it was cut meanwhile; what is missing reads as zeros
+            done += count
+    return data
 
 
 def _read_words(descriptor: int) -> tuple[int, ...]:
