@@ -21,6 +21,7 @@ from hicache_obs.readers.scenario import parse_scenario
 from hicache_obs.records import (
     AnyRecord,
     Define,
+    DefineSpace,
     EventId,
     EventQuery,
     EventRecord,
@@ -49,6 +50,10 @@ from hicache_obs.trace import Trace
 
 TIMEOUT_S: Final = 30.0
 """How long a device may take to decide whether an operation is complete or held up."""
+_ELSEWHERE: Final = (
+    *(DefineSpace.SHARED_EVENT, DefineSpace.SHARED_POOL, DefineSpace.SHARED_HOST_POOL, DefineSpace.SHARED_BUFFER),
+    DefineSpace.EARLY_SITE,
+)
 _WORK: Final = (Kernel, Memcpy, Relocate)
 
 
@@ -93,6 +98,8 @@ def overtakes(trace: Trace, earlier: OpId, later: OpId, device: Device) -> bool:
 def unfit(trace: Trace, earlier: OpId, later: OpId) -> str:
     """Why a program cannot be run with a gate before ``earlier``; empty if it can."""
     for record in trace:
+        if isinstance(record, Define) and record.space in _ELSEWHERE:
+            return "another process, or an early launch, has a hand in it"
         if type(record) not in _PLAYERS:
             return f"{trace.label(record.op)} is a {type(record).__name__}, which a device cannot be told to do here"
         if record.op == earlier and not isinstance(record, _WORK):

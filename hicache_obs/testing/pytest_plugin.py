@@ -186,9 +186,11 @@ def _races(item: pytest.Item, watch: StreamWatch, watched: Watched, findings: li
 
     radii = dict(zip(map(id, watched.findings), watched.radii, strict=True))
     number = len(findings)
-    lines = [f"{number} stream race{'s' if number > 1 else ''} on device {watch.device.name!r}{_checked(watched)}"]
+    noun = "finding" if any(finding.misuse for finding in findings) else "stream race"
+    lines = [f"{number} {noun}{'s' if number > 1 else ''} on device {watch.device.name!r}{_checked(watched)}"]
     for finding in findings[:SHOWN]:
-        lines += ["", explain(finding, radii[id(finding)]), *_kept(item, watch, watched, finding)]
+        radius = None if finding.misuse else radii[id(finding)]
+        lines += ["", explain(finding, radius), *_kept(item, watch, watched, finding)]
     if number > SHOWN:
         lines += ["", f"... and {number - SHOWN} more"]
     return "\n".join(lines)
@@ -203,7 +205,7 @@ def _kept(item: pytest.Item, watch: StreamWatch, watched: Watched, finding: Find
     from hicache_obs.testing.regression import SOURCE, find_pair, keep, write_test, write_whole
     from hicache_obs.testing.scenario_writer import render
 
-    if finding.verdict is Verdict.CONTRADICTION:
+    if finding.misuse or finding.verdict is Verdict.CONTRADICTION:
         return []  # an edge orders the two: there is no schedule to show
     try:
         kept = keep(watched.trace, finding)

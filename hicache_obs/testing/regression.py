@@ -85,7 +85,8 @@ def _renumbered(scenario: Fields, earlier: str, later: str) -> Kept:
     used = {step.get("stream") for step in scenario["steps"]}
     streams = {name: kind for name, kind in scenario.get("streams", {}).items() if name in used}
     steps = [{**step, "id": ids[step["id"]]} for step in scenario["steps"]]
-    return Kept({**({"streams": streams} if streams else {}), "steps": steps}, ids[earlier], ids[later])
+    rest = {key: value for key, value in scenario.items() if key not in ("streams", "steps")}
+    return Kept({**({"streams": streams} if streams else {}), **rest, "steps": steps}, ids[earlier], ids[later])
 
 
 # -- what a kept test asserts --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from hicache_obs.errors import TraceError
+from hicache_obs.readers.scenario import DEFAULT_POOL, HOST_POOL
 from hicache_obs.readers.scenario_format import DEFAULT_THREAD
 from hicache_obs.records import (
     ALL_LAYERS,
@@ -19,6 +20,7 @@ from hicache_obs.records import (
     Access,
     Collective,
     Define,
+    DefineSpace,
     Direction,
     DropReason,
     EventQuery,
@@ -98,9 +100,8 @@ def write_scenario(trace: Trace) -> tuple[Fields, dict[OpId, str]]:
         for stream, kind in trace.names.stream_kinds.items()
         if kind is not StreamKind.NONBLOCKING
     }
-    scenario: Fields = {"streams": streams} if streams else {}
-    scenario["steps"] = writer.steps
-    return scenario, writer.ids
+    head: Fields = {"streams": streams, "shared": writer.shared, "early": writer.early}
+    return {**{key: value for key, value in head.items() if value}, "steps": writer.steps}, writer.ids
 
 
 def render(scenario: Mapping[str, Any]) -> str:
@@ -136,6 +137,8 @@ class _Writer:
         names = trace.names
         self.steps: list[Fields] = []
         self.ids: dict[OpId, str] = {}
+        self.shared: dict[str, list[str]] = {}
+        self.early: list[str] = []
         self._trace = trace
         self._nodes_left = 0
         self._ios: set[int] = set()
@@ -155,10 +158,11 @@ class _Writer:
 
     def add(self, record: Record) -> None:
         """Append what ``record`` says, if it says anything."""
-        if isinstance(record, Define | Times) or (
-            isinstance(record, Lost) and record.reason is DropReason.UNRESOLVED  # device times, no edge
-        ):
+        if isinstance(record, Define):
+            self._mark(record)
             return
+        if isinstance(record, Times) or (isinstance(record, Lost) and record.reason is DropReason.UNRESOLVED):
+            return  # device times, no edge
         if isinstance(record, GraphNode):
             self._add_node(record)
             return
@@ -175,6 +179,20 @@ class _Writer:
         if thread != DEFAULT_THREAD:
             head["thread"] = thread
         self.steps.append({**head, **{key: value for key, value in fields.items() if value not in ("", [], None)}})
+
+    def _mark(self, define: Define) -> None:
+        """What another process has a hand in, and which kernels may start early; other names come with their steps."""
+        number = define.id
+        if define.space is DefineSpace.EARLY_SITE:
+            self.early.append(self._site(number))
+        elif define.space is DefineSpace.SHARED_EVENT:
+            self.shared.setdefault("events", []).append(self._event(number))
+        elif define.space is DefineSpace.SHARED_BUFFER:
+            self.shared.setdefault("buffers", []).append(self._buffer(number))
+        elif define.space is DefineSpace.SHARED_POOL:
+            self.shared.setdefault("pools", []).append(self._pool(number) if number else DEFAULT_POOL)
+        elif define.space is DefineSpace.SHARED_HOST_POOL:
+            self.shared.setdefault("pools", []).append(HOST_POOL)
 
     def _refuse(self, record: Record, why: str) -> TraceError:
         return TraceError(f"{self._trace.source}: op {record.op} cannot be a step of a scenario: {why}")

@@ -303,3 +303,20 @@ def test_the_example_in_the_docs(run, checkout: Path) -> None:
 def test_the_plugin_is_declared(checkout: Path) -> None:
     """Under the name that ``-p no:hicache_obs`` switches off."""
     assert 'hicache_obs = "hicache_obs.testing.pytest_plugin"' in (checkout / "pyproject.toml").read_text()
+
+
+def test_pages_used_after_they_were_freed(run) -> None:
+    """A misuse of pages fails the test too; there is no schedule to replay, for every one has it."""
+    text = PROGRAM + (
+        "def test_it(kv_streams):\n"
+        "    dev, stream = kv_streams.device, kv_streams.device.Stream('forward')\n"
+        "    kv_streams.recorder.page_alloc(1, device(Mode.WRITE, PAGES))\n"
+        "    kv_streams.recorder.page_free(1, device(Mode.WRITE, PAGES))\n"
+        "    with dev.stream(stream):\n"
+        "        dev.launch(lambda: None, Work('forward', (device(Mode.WRITE, PAGES),), group=1))\n"
+    )
+    result = run(text)
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["1 finding on device 'virtual' *", "HC-* lifetime*"])
+    result.stdout.no_fnmatch_line("*replay*")

@@ -9,8 +9,9 @@ import pytest
 from hicache_obs.errors import InputError, TraceError
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.scenario import parse_scenario
-from hicache_obs.records import ALL_LAYERS, Access, DropReason, Mode, Space, Work, device, page_ids
+from hicache_obs.records import ALL_LAYERS, Access, Define, DropReason, Mode, OpId, Space, Work, device, page_ids
 from hicache_obs.testing import History
+from hicache_obs.testing.gated import unfit
 from hicache_obs.testing.programs import random_program
 from hicache_obs.testing.regression import assert_ordered, keep, write_test
 from hicache_obs.testing.scenario_writer import render, write_scenario
@@ -165,3 +166,21 @@ def test_after_a_loss_nobody_can_tell() -> None:
     watched = watch.finish()
 
     assert (len(watched.findings) + len(watched.unknown), watched.trace.source) == (1, "test")
+
+
+def test_what_others_have_a_hand_in_survives_being_written() -> None:
+    """Shared events, pools and buffers, and kernels that may start early: without them the verdict would be another."""
+    text = (
+        '{"shared": {"events": ["e"], "buffers": ["b"], "pools": ["kv", "host", "kv2"]}, "early": ["k"], "steps": ['
+        '{"id": "s1", "op": "kernel", "stream": "a", "name": "k", "writes": [1, "kv2:1"], "writes_buf": ["b"]},'
+        '{"id": "s2", "op": "event_wait", "event": "e", "stream": "c"},'
+        '{"id": "s3", "op": "kernel", "stream": "c", "name": "k", "reads": [1], "writes_host": [1]}]}'
+    )
+    trace = parse_scenario(text.encode(), source="shared")
+
+    scenario, _ = write_scenario(trace)
+
+    again = parse_scenario(render(scenario).encode(), source="again")
+    marks = [{(d.space, d.id) for d in read if isinstance(d, Define) and not d.text} for read in (trace, again)]
+    assert marks[0] == marks[1] != set()
+    assert "another process" in unfit(trace, OpId(1), OpId(3))
