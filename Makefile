@@ -9,7 +9,7 @@ STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV
 NVTX_OLD := .cache/nvtx-0.2.11
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test check format bench fuzz fuzz-inputs gpu-check nsys-env clean
+.PHONY: help venv lock demo test check format bench fuzz fuzz-inputs mutants gpu-check nsys-env clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ fuzz: venv  ## random traces of every record kind against brute force (N=20000 p
 
 fuzz-inputs: venv  ## damaged trace files through the command line (N=10000 files)
 	HICACHE_OBS_FUZZ_INPUTS=$(or $(N),10000) $(BIN)/python -m pytest -q tests/cli/test_fuzz_inputs.py $(ARGS)
+
+mutants: venv  ## mutants of the analyzer's rules that no test notices (SAMPLE=300 SEED=1, or all of them)
+	$(BIN)/python tests/mutation/run.py $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(or $(SEED),0) $(ARGS)
 
 gpu-check:  ## the checks that need a CUDA device, with the system's own Python and torch
 	PYTHONPATH=. $(PYTHON) tests/gpu/check.py $(ARGS)
