@@ -59,11 +59,10 @@ FIRST = {
     "foreign": ("test_unknown.py", "test_order_rules.py"),
     "early": ("test_unknown.py", "test_order_rules.py"),
     "causes": ("test_order_rules.py", "test_cases.py", "test_explain.py", "test_unknown.py"),
-    "tally": ("test_explain.py",),
 }
 """Tests that know a module best; other modules have those in ``ORDER``."""
 SLOW = ("--deselect", "tests/analyzer/test_taint.py::test_wrong_contents_are_in_the_radius")
-TEXT = {"__init__", "explain"}
+TEXT = {"__init__", "explain", "tally"}
 """Modules that hold no rule."""
 
 
@@ -165,9 +164,8 @@ def run(todo: list[Mutant], jobs: int, results: dict[str, str], limit_s: int) ->
         mutant = running.pop(child)
         results[mutant.key] = "survived" if status == 0 else "caught"
         done += 1
-        if done % 10 == 0 or not (waiting or running):
-            save(results)
-            print(f"\r{done} of {len(todo)} in {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+        save(results)
+        print(f"\r{done} of {len(todo)} in {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
 
@@ -234,7 +232,11 @@ def main() -> int:
     limit_s = 20 + round(3 * spent.ru_utime)
     print(f"all tests take {spent.ru_utime:.0f} s of processor time; a mutant gets {limit_s}", flush=True)
     todo = [mutant for mutant in chosen if mutant.key not in equivalent and results.get(mutant.key) != "caught"]
-    run(todo, options.jobs, results, limit_s)
+    try:
+        run(todo, options.jobs, results, limit_s)
+    except KeyboardInterrupt:
+        chosen = [mutant for mutant in chosen if mutant.key in equivalent or mutant.key in results]
+        print(f"\ninterrupted; this is of {len(chosen)} mutants")
     return 0 if report(chosen, results, equivalent) else 1
 
 
