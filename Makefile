@@ -9,10 +9,10 @@ STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV
 NVTX_OLD := .cache/nvtx-0.2.11
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test check format bench long-trace fuzz blast crash gpu-check nsys-env clean
+.PHONY: help venv lock demo test check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." is passed on by demo, test and bench; PYTHON=... chooses the interpreter of a new .venv.'
 
 venv: $(STAMP)  ## .venv with all extras and this checkout (editable), as constraints.txt pins it
@@ -67,6 +67,12 @@ crash: venv  ## kill writing processes at random moments and read their rings (N
 
 blast: venv  ## blast radius against wrong contents of engine runs (N=1000 seeds per schedule and model)
 	HICACHE_OBS_BLAST=$(or $(N),1000) $(BIN)/python -m pytest -q -s tests/analyzer/test_blast_radius.py $(ARGS)
+
+fuzz-inputs: venv  ## damaged trace files through the command line (N=10000 files)
+	HICACHE_OBS_FUZZ_INPUTS=$(or $(N),10000) $(BIN)/python -m pytest -q tests/cli/test_fuzz_inputs.py $(ARGS)
+
+mutants: venv  ## mutants of the analyzer's rules that no test notices (SAMPLE=300 SEED=1, or all of them)
+	$(BIN)/python tests/mutation/run.py $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(or $(SEED),0) $(ARGS)
 
 gpu-check:  ## the checks that need a CUDA device, with the system's own Python and torch
 	PYTHONPATH=. $(PYTHON) tests/gpu/check.py $(ARGS)

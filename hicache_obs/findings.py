@@ -258,13 +258,15 @@ def fingerprint(hazard: Hazard, earlier_site: str, later_site: str, on: str, wai
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of every command. Precedence when several apply: 70 > 2 > 1 > 3 > 0."""
+    """Exit codes of every command. Precedence when several files differ: 70 > 2 > 1 > 3 > 0."""
 
     CLEAN = 0
     FINDINGS = 1
     BAD_INPUT = 2
     NOTHING_CHECKED = 3
     INTERNAL = 70
+    INTERRUPTED = 130
+    """By Ctrl-C; what a shell says of a program that an interrupt ended."""
 
 
 def worst(codes: list[ExitCode]) -> ExitCode:

@@ -77,6 +77,8 @@ HEADER_BYTES: Final = 4096
 RING_MAGIC: Final = b"hicaring"
 RING_VERSION: Final = 2
 """Changes when a reader of one layout would misread the other. 2 has row cells."""
+MAX_IDS: Final = 1 << 26
+"""Ids of one pool are below this: the analyzer keeps 33 bytes for each up to the largest."""
 MAX_SLOTS: Final = 1 << 24
 MAX_ARENA_WORDS: Final = 1 << 30
 MAX_REASONS: Final = 16

@@ -7,7 +7,7 @@ times are known, whether the measured order was kept. Both answers meet in ``fin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
@@ -89,7 +89,8 @@ class _Replay:
     record: GraphReplay
     stream: Actor
     label: Label
-    left: int
+    seen: list[int] = field(default_factory=list)
+    """Entries read so far."""
 
 
 @dataclass(slots=True)
@@ -275,7 +276,7 @@ class Analyzer:
         self._graphs.pop(record.graph, None)  # so that the table stays in order of replays
         label = Label("graph", record.site, record.stream, record.group, record.thread)
         if record.nodes:
-            self._replay = _Replay(record, stream, label, record.nodes)
+            self._replay = _Replay(record, stream, label)
             return
         self._live[record.op] = (self._enter(record, stream, label),)
         self._graphs[record.graph] = order.note(stream, self._seq)
@@ -295,8 +296,8 @@ class Analyzer:
         else:
             operation = self._enter(record, actor, replay.label, op=replay.record.op)
             self._live[replay.record.op] = (*self._live.get(replay.record.op, ()), operation)
-        replay.left -= 1
-        if not replay.left:
+        replay.seen.append(record.index)
+        if len(replay.seen) == replay.record.nodes:
             self._close_replay()
 
     def _close_replay(self) -> None:
@@ -305,7 +306,7 @@ class Analyzer:
         if replay is None:
             return
         order = self._order
-        for index in range(replay.record.nodes):
+        for index in replay.seen:
             order.follow(replay.stream, order.node(replay.record.graph, index))
         order.advance(replay.stream)
         self._graphs[replay.record.graph] = order.note(replay.stream, self._seq)

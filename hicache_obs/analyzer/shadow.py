@@ -29,7 +29,7 @@ import numpy.typing as npt
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Clock
 from hicache_obs.errors import TraceError
-from hicache_obs.records import Access, Mode, OpId, PageIds, Space, StreamId, ThreadId
+from hicache_obs.records import MAX_IDS, Access, Mode, OpId, PageIds, Space, StreamId, ThreadId
 
 MAX_GROUPS: Final = 8192
 MAX_KEPT_IDS: Final = 1 << 22
@@ -38,8 +38,6 @@ _OWNED: Final = 2 * MAX_GROUPS
 _MAX_OWNERS: Final = 64
 _LONG: Final = 1024
 """From this many ids on, looking whether they are consecutive pays."""
-MAX_IDS: Final = 1 << 26
-"""Ids of one pool are below this: the shadow keeps 33 bytes for each up to the largest."""
 _NO_PAGES: Final = np.empty(0, np.int64)
 
 

@@ -27,6 +27,14 @@ COMMANDS: Final = {
 """Name and one-line help; module ``hicache_obs.cli.NAME`` has the command, and is imported only to run it."""
 
 
+PACKAGES: Final = {
+    **{name: name for name in ("jsonschema", "msgspec", "numpy", "nvtx", "pyarrow", "rich", "torch")},
+    "opentelemetry": "opentelemetry-sdk",
+    "prometheus_client": "prometheus-client",
+}
+"""Packages that a command may find missing where little is installed, by what is imported from each."""
+
+
 class _LazyGroup(click.Group):
     """Lists commands without importing them, so that ``--help`` is quick and needs no torch."""
 
@@ -48,7 +56,8 @@ class _LazyGroup(click.Group):
 @click.group(
     cls=_LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 clean or as expected, 1 findings, 2 bad input, 3 nothing checked or not decidable.",
+    epilog="Exit codes: 0 clean or as expected, 1 findings, 2 bad input, 3 nothing checked or not decidable, "
+    "130 interrupted.",
 )
 @click.version_option(package_name="hicache-obs")
 def group() -> None:
@@ -60,17 +69,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = group.main(args=arguments, standalone_mode=False, prog_name="hicache-obs")
         return int(code or ExitCode.CLEAN)
-    except click.exceptions.Abort:
-        return _fail("interrupted", ExitCode.INTERNAL)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return _fail("interrupted", ExitCode.INTERRUPTED)
     except click.ClickException as error:
         return _fail(error.format_message().replace("\n", " "), ExitCode.BAD_INPUT)
     except InputError as error:
         return _fail(str(error), ExitCode.BAD_INPUT)
     except GateTimeout as error:
         return _fail(str(error), ExitCode.NOTHING_CHECKED)
+    except ModuleNotFoundError as error:
+        package = PACKAGES.get((error.name or "").partition(".")[0])
+        if package is None:
+            return _bug()
+        return _fail(
+            f"this needs the package {package}, which is not installed: pip install {package}", ExitCode.BAD_INPUT
+        )
     except Exception:  # noqa: BLE001 the last resort turns any bug into exit code 70
-        traceback.print_exc()
-        return _fail("internal error, please report it with the text above", ExitCode.INTERNAL)
+        return _bug()
+
+
+def _bug() -> int:
+    """The exception being handled is a mistake of ours."""
+    traceback.print_exc()
+    return _fail("internal error, please report it with the text above", ExitCode.INTERNAL)
 
 
 def _fail(message: str, code: ExitCode) -> int:

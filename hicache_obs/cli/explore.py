@@ -22,7 +22,7 @@ from hicache_obs.errors import ConfigError
 from hicache_obs.findings import ExitCode, Hazard
 
 if TYPE_CHECKING:
-    from hicache_obs.testing.explore import Execution, Exploration
+    from hicache_obs.testing.exploration import Execution, Exploration
     from hicache_obs.testing.world import World
 
 FENCES: Final = ("stream", "page", "none")
@@ -111,7 +111,7 @@ def command(
     checked.
     """
     subject = _built_in(fence or "page", off) if program is None else _own(program, fence, off)
-    from hicache_obs.testing.explore import Bounds, Exploration, execute, explore
+    from hicache_obs.testing.exploration import Bounds, Exploration, execute, explore
 
     bounds = Bounds(preemptions=preemptions)
     keep = _Keeper(journal)

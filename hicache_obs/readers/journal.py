@@ -33,7 +33,9 @@ from hicache_obs.readers.journal_format import (
     records_of,
 )
 from hicache_obs.readers.journal_writer import JournalWriter
+from hicache_obs.readers.trace_file import node_fault, size_of
 from hicache_obs.records import (
+    MAX_IDS,
     NO_OP,
     ROWS_CELL,
     Access,
@@ -83,8 +85,11 @@ from hicache_obs.trace import Trace, make_trace
 
 __all__ = ["JournalInfo", "JournalWriter", "newest_run", "read_definitions", "read_journal", "read_segment"]
 
-MAX_PAGES: Final = 1 << 28
-"""Page ids one access may hold; a run length is just a number, and a file must not make us allocate the world."""
+MAX_PAGES: Final = MAX_IDS
+"""Page ids the accesses of one batch may hold, arrays that they share counted once.
+
+A run length is just a number, and a file must not make us allocate the world.
+"""
 
 
 # -- batches to records --------------------------------------------------------------------------------------
@@ -191,6 +196,7 @@ class _NoHeader(TraceError):
 
 def _open(path: Path) -> tuple[Any, Any]:
     """The file and its Arrow stream."""
+    size_of(path)
     try:
         file = pa.OSFile(str(path), "rb")
     except OSError as error:
@@ -302,7 +308,7 @@ def _records(batch: Any) -> list[AnyRecord]:
     records: list[AnyRecord | None] = [None] * len(kinds)
     for kind in dict.fromkeys(kinds):
         if kind not in _MAKERS:
-            row = int(np.flatnonzero(kinds == kind)[0])
+            row = kinds.tolist().index(kind)
             raise _Damaged(f"record {row}: kind {kind!r}; known are {', '.join(_MAKERS)}")
         rows = np.flatnonzero(kinds == kind)
         make, names = _MAKERS[kind]
@@ -390,6 +396,8 @@ def _graph_replay(o: OpId, t: ThreadId, h: int, graph: int, stream: StreamId, *v
 
 def _graph_node(o: OpId, t: ThreadId, h: int, index: int, after: int, *v: Any) -> GraphNode:
     event, begin, end, accesses = v
+    if problem := node_fault(index, after):
+        raise ValueError(problem)
     return GraphNode(o, t, h, index, after, event, (begin, end), accesses)
 
 
@@ -450,6 +458,7 @@ def _read_accesses(column: Any) -> list[_Cells]:
     starts, counts = (runs.field(name).to_numpy(zero_copy_only=False) for name in ("start", "count"))
     if runs.null_count or runs.field("start").null_count or runs.field("count").null_count:
         raise _Damaged("a page run without start or count")
+    _check_runs(starts, counts)
     ends = np.cumsum(pages.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)).tolist()
     arrays: list[PageIds] = []
     found: list[Access | _RowCell] = []
@@ -473,13 +482,23 @@ def _read_accesses(column: Any) -> list[_Cells]:
     return [tuple(found[begin:end]) for begin, end in zip([0, *upto[:-1]], upto, strict=True)]
 
 
+def _check_runs(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> None:
+    """Every run of a batch: its length, its pages, and how many pages there are in all."""
+    if not len(counts):
+        return
+    total = sum(counts.tolist())
+    if counts.min() < 1 or total > MAX_PAGES:
+        shortest = counts.min()
+        raise _Damaged(f"page runs of {total} pages in all, the shortest {shortest}; allowed are 1 to {MAX_PAGES}")
+    low, high = int(starts.min()), int((starts + counts).max())
+    if low < 0 or starts.max() >= MAX_IDS or high > MAX_IDS:
+        raise _Damaged(f"page or buffer ids {low} to {high - 1}; allowed are 0 to {MAX_IDS - 1}")
+
+
 def _expand(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> PageIds:
-    lengths = counts.tolist()
-    total = sum(lengths)
-    if total > MAX_PAGES or (lengths and min(lengths) < 1):
-        raise _Damaged(f"page runs of {total} pages in all, the shortest {min(lengths)}; allowed are 1 to {MAX_PAGES}")
+    total = int(counts.sum())
     ids: PageIds
-    if len(lengths) == 1:
+    if len(counts) == 1:
         ids = starts[0] + np.arange(total, dtype=np.int64)
     else:
         before = np.cumsum(counts) - counts

@@ -8,6 +8,7 @@ from typing import Final
 
 from hicache_obs.errors import TraceError
 from hicache_obs.readers.ring import read_ring
+from hicache_obs.readers.trace_file import size_of
 from hicache_obs.records import RING_MAGIC
 from hicache_obs.trace import Trace
 
@@ -29,6 +30,7 @@ def open_trace(path: str | os.PathLike[str], *, rank: int | None = None) -> Trac
         from hicache_obs.readers.journal import read_journal  # pyarrow takes 0.1 s to import; others do without
 
         return read_journal(target, rank=rank)
+    size_of(target)
     try:
         with target.open("rb") as file:
             start = file.read(64)

@@ -19,11 +19,13 @@ import numpy as np
 
 from hicache_obs.errors import LayoutError, RingTaken, TraceError
 from hicache_obs.findings import Hazard
+from hicache_obs.readers.trace_file import node_fault, size_of
 from hicache_obs.records import (
     HEADER_BYTES,
     KINDS,
     MAX_ACCESSES,
     MAX_ARENA_WORDS,
+    MAX_IDS,
     MAX_SLOTS,
     MAX_TEXT_BYTES,
     NO_OP,
@@ -85,6 +87,7 @@ _CELLS: Final = struct.Struct("<" + "BBHIQ" * MAX_ACCESSES)
 _CELL: Final = struct.Struct("<BBHIQ")
 _CELL_BYTES: Final = _CELL.size
 _WORDS: Final = struct.Struct(f"<{HEADER_BYTES // 8}q")
+_READ_BYTES: Final = 1 << 30
 _MAGIC: Final = int.from_bytes(RING_MAGIC, "little")
 
 MAX_RANKS: Final = 1 << 20
@@ -255,9 +258,9 @@ class _Decoder:
         space, _, _, count, position = _CELL.unpack_from(self._slots, place + _SLOT.size + _CELL_BYTES * number)
         if space != ROWS_CELL:
             raise _Damaged(f"space {space} where a row cell ({ROWS_CELL}) belongs")
-        return self._ids(position, count)
+        return self._ids(position, count, pages=False)
 
-    def _ids(self, position: int, count: int) -> PageIds:
+    def _ids(self, position: int, count: int, *, pages: bool = True) -> PageIds:
         if count == 0:
             return _NO_PAGES
         known = self._shared.get(position)
@@ -274,6 +277,8 @@ class _Decoder:
         else:
             ids = np.concatenate((self._load(place, words - place), self._load(0, place + count - words)))
             ids.flags.writeable = False
+        if pages and ids.view(np.uint64).max() >= MAX_IDS:
+            raise _Damaged(f"page or buffer ids {ids.min()} to {ids.max()}; allowed are 0 to {MAX_IDS - 1}")
         self._shared[position] = ids
         return ids
 
@@ -354,6 +359,8 @@ class _Decoder:
 
     def _graph_node(self, place: int, f: tuple[int, ...]) -> GraphNode:
         event = EventId(f[6]) if f[2] else None
+        if problem := node_fault(f[8], f[7]):
+            raise _Damaged(problem)
         accesses = self._accesses(place, f[1])
         return GraphNode(OpId(f[4]), ThreadId(f[3]), f[5], f[8], f[7], event, (f[10], f[11]), accesses)
 
@@ -624,8 +631,9 @@ def read_ring(path: str | os.PathLike[str]) -> Trace:
         info = _read_info(target, descriptor)
         before = _read_words(descriptor)
         arena_at = HEADER_BYTES + info.slots * SLOT_BYTES
-        slots = os.pread(descriptor, arena_at - HEADER_BYTES, HEADER_BYTES)
-        arena = os.pread(descriptor, info.arena_words * 8, arena_at)
+        # A file that was never full is read as far as it was written: most of a large one is empty.
+        slots = _read(descriptor, SLOT_BYTES * _used(before[RingWord.HEAD], info.slots), HEADER_BYTES)
+        arena = _read(descriptor, 8 * _used(before[RingWord.ARENA_HEAD], info.arena_words), arena_at)
         after = _read_words(descriptor)
     head = before[RingWord.HEAD]
     unread = after[RingWord.HEAD] - info.slots == after[RingWord.TAIL]
@@ -731,6 +739,7 @@ def _one_of(members: tuple[T, ...], value: int, what: str) -> T:
 
 
 def _open(path: Path, how: str) -> Any:
+    size_of(path)
     try:
         return open(path, how, buffering=0)
     except OSError as error:
@@ -739,6 +748,24 @@ def _open(path: Path, how: str) -> Any:
 
 def _size_bytes(slots: int, arena_words: int) -> int:
     return HEADER_BYTES + slots * SLOT_BYTES + arena_words * 8
+
+
+def _used(written: int, room: int) -> int:
+    """How many places of ``room`` hold something after ``written`` were written."""
+    return max(0, min(written, room))
+
+
+def _read(descriptor: int, size: int, offset: int) -> bytearray:
+    """``size`` bytes of a file. One call reads 2 GiB at most."""
+    data = bytearray(size)
+    done = 0
+    with memoryview(data) as view:
+        while done < size:
+            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], offset + done)
+            if not count:
+                break  # it was cut meanwhile; what is missing reads as zeros
+            done += count
+    return data
 
 
 def _read_words(descriptor: int) -> tuple[int, ...]:

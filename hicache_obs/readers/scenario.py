@@ -49,10 +49,12 @@ from hicache_obs.readers.scenario_format import (
     check_step,
     explain,
 )
+from hicache_obs.readers.trace_file import size_of
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
     MAX_AFTER,
+    MAX_IDS,
     NO_OP,
     Access,
     AnyRecord,
@@ -115,10 +117,12 @@ def read_scenario(path: str | os.PathLike[str]) -> Trace:
         TraceError: The file is not a scenario; names the step, and says what was allowed.
     """
     target = Path(path)
+    size = size_of(target)
+    if size > MAX_BYTES:
+        raise TraceError(f"{target}: has {size} bytes; a scenario may have {MAX_BYTES} at most")
     try:
-        if target.stat().st_size > MAX_BYTES:
-            raise TraceError(f"{target}: larger than {MAX_BYTES} bytes, the most a scenario may have")
-        data = target.read_bytes()
+        with target.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)  # it may have grown meanwhile
     except OSError as error:
         raise TraceError(f"{target}: {error.strerror}") from None
     return parse_scenario(data, source=str(target))
@@ -128,7 +132,7 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
     """Like ``read_scenario``, of a file's contents; ``source`` stands for its name in messages."""
     try:
         file = msgspec.json.decode(data, type=ScenarioFile)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise TraceError(f"{source}: {explain(error, ScenarioFile)}") from None
     program = _Program(file)
     for position, raw in enumerate(file.steps, 1):
@@ -139,8 +143,8 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
                 if isinstance(fields, dict) and isinstance(fields.get("id"), str):
                     step_id = fields["id"]
                 program.add(check_step(fields))
-            except (msgspec.ValidationError, RecursionError) as error:
-                raise BadStep(str(error)) from None
+            except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+                raise BadStep(explain(error, Step)) from None
         except BadStep as error:
             raise TraceError(f"{source}: step {step_id}: {error}") from None
     return make_trace(
@@ -252,6 +256,8 @@ class _Program:
         pools: dict[str, list[int]] = {}
         for page in pages:
             pool, number = (DEFAULT_POOL, page) if isinstance(page, int) else _split(page)
+            if number >= MAX_IDS:
+                raise BadStep(f"page {page!r}: must be below {MAX_IDS}")
             pools.setdefault(pool, []).append(number)
         return [
             access

@@ -11,11 +11,11 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from hicache_obs.records import MAX_NODES
+from hicache_obs.records import MAX_IDS, MAX_NODES
 
 DEFAULT_THREAD: Final = "main"
 
-HostPage = Annotated[int, Meta(ge=0, lt=2**31)]
+HostPage = Annotated[int, Meta(ge=0, lt=MAX_IDS)]
 DevicePage = HostPage | Annotated[str, Meta(pattern=r"^[^:]+:[0-9]{1,9}$")]
 Micros = Annotated[float, Meta(ge=0, le=1e12)]
 Layer = Annotated[int, Meta(ge=0, lt=2**31 - 1)]
@@ -272,7 +272,7 @@ def explain(error: Exception, kind: type[Struct]) -> str:
     at = re.search(r" - at `\$\.?(.*)`$", text)
     if at:
         text = text[: at.start()]
-        if at[1]:
+        if at[1].strip("[.]"):
             text = f"key {at[1]!r}: {text}"
     if "Invalid enum value" in text:
         text += f"; must be one of {_CHOICES[kind]}"

@@ -241,3 +241,13 @@ def test_agrees_with_brute_force(block: int) -> None:
 
         assert set(analyse(text).pairs) == expected, f"seed {seed}: {text}"
     assert pairs > 100
+
+
+@pytest.mark.parametrize("pages", ["1,5000", "5000,1", "3,70000,9"])
+def test_page_numbers_of_any_size_in_any_order(pages: str) -> None:
+    """The largest id of an access may stand anywhere in it, and be far above all ids before it."""
+    top = max(pages.split(","), key=int)
+
+    assert analyse(f"F:w{pages} L:w{top}").pairs == [(0, 1)]
+    assert analyse(f"F:w{top} L:w{pages}").pairs == [(0, 1)]
+    assert analyse(f"F:w{pages} L<F L:w{top}").pairs == []

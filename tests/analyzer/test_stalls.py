@@ -272,6 +272,15 @@ def test_copies_that_host_call_time_keeps_from_overlapping() -> None:
     assert stalls(layered(host_us=2400, waits=False), layers=3) == []  # it waits for all: no pipeline
 
 
+def test_layers_that_no_copy_brings_are_not_kept_waiting() -> None:
+    """Kernels above or below the layers of the copies use other memory, though the pages have the same numbers."""
+    steps = layered(host_us=2400)
+    for shift in (3, -3):
+        kernels = [{**s, "layer": s["layer"] + max(shift, 0)} if s["op"] == "kernel" else s for s in steps]
+        moved = [{**s, "layer": s["layer"] - min(shift, 0)} if s["op"] == "memcpy" else s for s in kernels]
+        assert stalls(moved, layers=6) == []
+
+
 def test_ranks_that_diverge() -> None:
     """Reported at the collective that was left out, whichever comes first in the file."""
     steps = [collective("a", 0), collective("a", 1), collective("b", 0), collective("a", 1)]

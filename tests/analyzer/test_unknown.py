@@ -208,3 +208,20 @@ def test_the_text_says_why_nobody_can_tell(steps: tuple[Step, ...], top: dict[st
 
     assert finding.verdict is Verdict.UNKNOWN
     assert words in explain(finding)
+
+
+def test_a_hand_over_after_a_loss_at_the_very_beginning() -> None:
+    """Nobody knows which post a receive belongs to, from the first record on."""
+    post, receive = {"op": "thread_post", "chan": "c"}, {"op": "thread_recv", "chan": "c", "thread": "t"}
+    drain = {"op": "host_sync", "scope": "stream", "stream": "a"}
+    trace = trace_of(WRITE, drain, post, receive, kernel("b", writes=[5], thread="t"))
+    lost = Lost(NO_OP, ThreadId(0), 0, 1, DropReason.RING_FULL)
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([lost, *trace])
+    analyzer.finish()
+
+    assert analyse(trace).findings == []
+    assert [(trace.label(f.earlier.op), trace.label(f.later.op), f.proof) for f in sink.findings] == [
+        ("s1", "s5", Proof.UNKNOWN)
+    ]

@@ -358,7 +358,7 @@ def replaced(batch, column, values):
         (
             "accesses",
             [{"space": 0, "mode": 0, "pool": 0, "pages": [{"start": 0, "count": 0}], "same_as": None}],
-            "page runs of 0 pages in all, the shortest 0; allowed are 1 to 268435456",
+            "page runs of 0 pages in all, the shortest 0; allowed are 1 to 67108864",
         ),
         (
             "accesses",

@@ -409,7 +409,7 @@ IO = {"op": "io_begin", "io": "a", "kind": "rdma_write"}
         ({**KERNEL, "reads": [1, -2]}, "key 'reads[1]': Expected 'int' >= 0"),
         ({**KERNEL, "reads": [1.5]}, "key 'reads[0]': Expected 'int | str', got 'float'"),
         ({**KERNEL, "writes": ["mamba"]}, "key 'writes[0]': must be a number or 'pool:number'"),
-        ({**KERNEL, "writes": [2**31]}, "key 'writes[0]': Expected 'int' <= 2147483647"),
+        ({**KERNEL, "writes": [2**31]}, "key 'writes[0]': Expected 'int' <= 67108863"),
         ({**KERNEL, "read": [1]}, "unknown key 'read'; known are id, op, thread, rank, name, dur_us, host_us, layer, "),
         ({**KERNEL, "layer": -1}, "key 'layer': Expected 'int' >= 0"),
         ({**KERNEL, "layer": 4}, "layer 4 of a scenario with 4 layers; must be below"),

@@ -167,7 +167,7 @@ def test_the_help_names_every_protection():
 
 def test_the_defaults_are_those_of_the_library():
     from hicache_obs.testing import Bounds
-    from hicache_obs.testing.explore import MAX_RUNS
+    from hicache_obs.testing.exploration import MAX_RUNS
 
     assert (MAX_RUNS, Bounds().preemptions) == (explore_command.MAX_RUNS, explore_command.PREEMPTIONS)
 
