@@ -15,6 +15,7 @@ from hicache_obs.readers.ring import RingReader, read_ring
 from hicache_obs.recorder.ring import RingWriter, cut_text
 from hicache_obs.records import (
     KINDS,
+    MAX_IDS,
     MAX_TEXT_BYTES,
     Access,
     Collective,
@@ -57,9 +58,9 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 OP = st.integers(-1, 2**63 - 1)
 LAYERS = st.tuples(st.integers(0, 80), st.integers(1, 2**31 - 1))
 ARRAY = st.one_of(
-    st.lists(st.integers(0, 2**40), max_size=12, unique=True),
-    st.builds(lambda start, count: list(range(start, start + count)), st.integers(0, 2**40), st.integers(0, 40)),
-    st.lists(INT64, max_size=4, unique=True),
+    st.lists(st.integers(0, MAX_IDS - 1), max_size=12, unique=True),
+    st.builds(lambda start, count: list(range(start, start + count)), st.integers(0, MAX_IDS - 41), st.integers(0, 40)),
+    st.lists(st.sampled_from((0, MAX_IDS - 1)), max_size=2, unique=True),
 ).map(lambda ids: np.array(ids, dtype=np.int64))
 
 
