@@ -68,6 +68,7 @@ def test_tables_stop_growing(monkeypatch: pytest.MonkeyPatch, timed: bool) -> No
         ("hicache_obs.analyzer.fence_cost", "MAX_MARKS", 256),
         ("hicache_obs.analyzer.fence_cost", "MAX_TRANSFERS", 4),
         ("hicache_obs.analyzer.ownership", "MAX_CHANGES", 256),
+        ("hicache_obs.analyzer.taint", "MAX_RECENT", 128),
     ):
         if isinstance(module, str):
             monkeypatch.setattr(f"{module}.{name}", limit)
