@@ -42,10 +42,14 @@ MAX_CHANGES: Final = 1 << 16
 _UNKNOWN, _SPENT, _HELD, _FRESH, _FREED = range(5)
 """States of a page; spent: freed, and a use of it reported. Up to held, no access is suspicious."""
 _AFTER: Final = (Proof.ORDERED, Proof.POLLED)
-_GIVEN_OUT: Final = np.array([_FRESH, _FRESH, _HELD, _FRESH, _FRESH, _HELD, _FRESH, _HELD, _FRESH, _FRESH], np.uint8)
-"""State of a page once it is given out, by its state before, plus five if it may have contents already."""
-_NEW_OWNER: Final = np.array([1, 1, 0, 0, 1, 0, 1, 0, 0, 1], np.bool_)
+_GIVEN_OUT: Final = np.array(
+    [[_FRESH, _FRESH, _HELD, _FRESH, _FRESH], [_HELD, _FRESH, _HELD, _FRESH, _FRESH]], np.uint8
+)
+"""State of a page once it is given out, by whether it may have contents already, and by its state before."""
+_NEW_OWNER: Final = np.array([[1, 1, 0, 0, 1], [0, 1, 0, 0, 1]], np.bool_)
 """Likewise: whether the one who gets it is its only owner."""
+_GIVEN_AWAY: Final = np.array([_UNKNOWN, _FREED], np.uint8)
+"""State of a page once it is freed, by whether surely by its last owner."""
 _SINGLE: Final = -(1 << 62)
 """Owner of a page that was given out once since it was free: anybody's free is meant for it."""
 
@@ -132,9 +136,10 @@ class Ownership:
         if self._lost:
             full[:] = True
         cells = self._change(record, access, "alloc")
-        case = cells.state[access.ids] + full * np.uint8(5)
+        case = full.view(np.uint8), cells.state[access.ids]
         cells.state[access.ids] = _GIVEN_OUT[case]
-        cells.owner[access.ids] = np.where(_NEW_OWNER[case], _SINGLE, record.owner)
+        cells.owner[access.ids] = record.owner
+        cells.owner[access.ids[_NEW_OWNER[case]]] = _SINGLE
 
     def free(self, record: PageFree) -> None:
         """Pages were given away. The shadow has seen their ids, and refused absurd ones."""
@@ -146,7 +151,7 @@ class Ownership:
         sure = (owner == _SINGLE) | (owner == record.owner)
         if self._lost:
             sure &= cells.state[access.ids] != _UNKNOWN
-        cells.state[access.ids] = np.where(sure, _FREED, _UNKNOWN)
+        cells.state[access.ids] = _GIVEN_AWAY[sure.view(np.uint8)]
         cells.owner[access.ids] = _SINGLE
 
     def lose(self) -> None:

@@ -12,9 +12,6 @@ Exact for all pairs inside the retained history, and cheap when everything is or
 
 Completeness follows from keeping every operation until each host thread knows it to be complete, bounded by
 ``MAX_GROUPS`` per actor (older ones are counted in ``forgotten``).
-
-Costs are numpy calls, a gather and a scatter per array. An array's smallest and largest are found by ``argmin`` and
-``argmax``, which are vectorised: at 256 ids they take a third of the time of ``min`` and ``max``.
 """
 
 from __future__ import annotations
@@ -28,16 +25,14 @@ import numpy.typing as npt
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Clock
-from hicache_obs.errors import TraceError
-from hicache_obs.records import MAX_IDS, Access, Mode, OpId, PageIds, Space, StreamId, ThreadId
+from hicache_obs.analyzer.page_table import PageTable
+from hicache_obs.records import Access, Mode, OpId, PageIds, Space, StreamId, ThreadId
 
 MAX_GROUPS: Final = 8192
 MAX_KEPT_IDS: Final = 1 << 22
 """Page ids in the groups that measured times are compared with; their arrays take at most eight bytes for each."""
 _OWNED: Final = 2 * MAX_GROUPS
 _MAX_OWNERS: Final = 64
-_LONG: Final = 1024
-"""From this many ids on, looking whether they are consecutive pays."""
 _NO_PAGES: Final = np.empty(0, np.int64)
 
 
@@ -159,67 +154,6 @@ def _last_epoch(group: Group) -> int:
     return group.epochs[-1]
 
 
-class _Cells:
-    """Last group per page of one space and pool; grows to the largest id seen.
-
-    Attributes:
-        wrote, touched: Number of the last group, 0 for none.
-        freed, moved: Position in the trace plus one of the last free and move.
-        scratch: All false between calls.
-        newest: Number of each actor's last group here.
-    """
-
-    __slots__ = ("freed", "moved", "newest", "scratch", "touched", "wrote")
-
-    def __init__(self) -> None:
-        self.wrote = self.touched = self.freed = self.moved = np.zeros(0, np.int64)
-        self.scratch = np.zeros(0, np.bool_)
-        self.newest: dict[Actor, int] = {}
-
-    def place(self, ids: PageIds) -> PageIds | slice:
-        """What to index the arrays with for ``ids``, which are not none; makes room for them.
-
-        Raises:
-            TraceError: An id is negative or too large.
-        """
-        first = ids.item(0)
-        count = len(ids)
-        if count == 1:
-            low = high = first
-        elif count >= _LONG and ids.item(-1) - first == count - 1 and _consecutive(ids):
-            low, high = first, first + count - 1
-        else:
-            low, high = _bounds(ids)
-            first = -1
-        if low < 0 or high >= len(self.wrote):
-            self._grow(low, high)
-        return ids if first < 0 else slice(low, high + 1)
-
-    def _grow(self, low: int, high: int) -> None:
-        if high >= MAX_IDS or low < 0:
-            raise TraceError(f"page or buffer ids {low} to {high}; expected 0 to {MAX_IDS - 1}")
-        size = max(1024, high + 1, 2 * len(self.wrote))
-        for name in ("wrote", "touched", "scratch", "freed", "moved"):
-            old = getattr(self, name)
-            new = np.zeros(size, old.dtype)
-            new[: len(old)] = old
-            setattr(self, name, new)
-
-
-def _consecutive(ids: PageIds) -> bool:
-    """Whether each id is one more than the one before."""
-    return int(np.count_nonzero(ids[1:] - ids[:-1] == 1)) == len(ids) - 1
-
-
-def _bounds(ids: PageIds) -> tuple[int, int]:
-    """The largest id, and the smallest or any that is not negative."""
-    if len(ids) >= _LONG and ids.dtype == np.int64:
-        high = ids.item(ids.view(np.uint64).argmax())  # a negative one counts as the largest: one pass for both
-        if high >= 0:
-            return high, high
-    return ids.item(ids.argmin()), ids.item(ids.argmax())
-
-
 class _Owners:
     """Which groups are an actor's own, to find the others' among the last groups of a page set.
 
@@ -287,7 +221,7 @@ class Shadow:
     """Who touched which page last, and who may still be touching it. Feed in trace order; not thread-safe."""
 
     def __init__(self) -> None:
-        self._cells: tuple[dict[int, _Cells], ...] = tuple({} for _ in Space)
+        self._cells: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
         """By space and pool."""
         self._history: dict[Actor, list[Group]] = {}
         self._groups = 0
@@ -416,11 +350,11 @@ class Shadow:
             group.shared.clear()
             group.prior = ()  # else groups would keep each other alive for ever
 
-    def _cells_of(self, access: Access) -> _Cells:
+    def _cells_of(self, access: Access) -> PageTable:
         pools = self._cells[access.space]
         cells = pools.get(access.pool)
         if cells is None:
-            cells = pools[access.pool] = _Cells()
+            cells = pools[access.pool] = PageTable()
         return cells
 
     def _new_group(self, actor: Actor, accesses: tuple[Access, ...]) -> Group:
@@ -458,7 +392,7 @@ class Shadow:
         """Look the new group's pages up, then mark them."""
         number, actor, accesses = group.number, group.actor, group.accesses
         lookups: list[Lookup] = []
-        places: list[tuple[_Cells, PageIds | slice, bool]] = []
+        places: list[tuple[PageTable, PageIds | slice, bool]] = []
         clear = True
         prior: set[int] = set()
         for access in accesses:
