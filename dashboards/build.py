@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from typing import Final
 
+from hicache_obs.dashboards.detector import DETECTOR
+from hicache_obs.dashboards.grafana import Json, dashboard_json
 from hicache_obs.dashboards.overview import OVERVIEW
-from hicache_obs.dashboards.panels import Json, dashboard
+from hicache_obs.dashboards.restore import RESTORE
 
 FOLDER: Final = Path(__file__).parent / "grafana"
+BOARDS: Final = {"overview.json": OVERVIEW, "restore.json": RESTORE, "detector.json": DETECTOR}
 
 
 def dashboards() -> dict[str, Json]:
     """File name → dashboard, of every board."""
-    return {"overview.json": dashboard(OVERVIEW)}
+    return {name: dashboard_json(board) for name, board in BOARDS.items()}
 
 
 def text(board: Json) -> str:
