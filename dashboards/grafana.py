@@ -156,6 +156,10 @@ def _graph(builder: timeseries.Panel, panel: Panel) -> timeseries.Panel:
     builder.show_points(common_models.VisibilityMode.NEVER if bars else common_models.VisibilityMode.AUTO)
     stacking = common_models.StackingMode.NORMAL if bars else common_models.StackingMode.NONE
     builder.stacking(common.StackingConfig().mode(stacking).group("A"))
+    for query in panel.queries:
+        if query.color:
+            fixed = {"mode": "fixed", "fixedColor": query.color}
+            builder.override_by_name(query.legend, [_property("color", fixed)])
     if panel.unit in QUIET_AXIS:
         builder.axis_soft_max(QUIET_AXIS[panel.unit])
     if len(panel.steps) > 1 and not bars:

@@ -54,23 +54,23 @@ DRILL_DOWN: Final = Link(
     "tp_rank",
 )
 RANK_LABELS_SHOWN: Final = (
-    ("cluster", "Cluster", 80),
-    ("namespace", "Namespace", 90),
-    ("pod", "Pod", 130),
-    ("instance", "Node", 150),
-    ("tp_rank", "TP", 45),
-    ("pp_rank", "PP", 45),
-    ("dp_rank", "DP", 45),
+    ("cluster", "Cluster", 75),
+    ("namespace", "Namespace", 95),
+    ("pod", "Pod", 90),
+    ("instance", "Node", 130),
+    ("tp_rank", "TP", 38),
+    ("pp_rank", "PP", 38),
+    ("dp_rank", "DP", 38),
 )
 
 
-def _tile(title: str, text: str, name: str, steps: tuple[Step, ...], alert: str, x: int, y: int) -> Panel:
+def _tile(title: str, text: str, name: str, steps: tuple[Step, ...], alert: str, at: tuple[int, int]) -> Panel:
     return Panel(
         title,
         text,
         (Query(total_if("checks_total", name)),),
         Unit.EXACT,
-        (x, y, 3, 4),
+        (*at, 4, 3),
         Kind.STAT,
         steps,
         no_value=NOT_CHECKED,
@@ -80,14 +80,47 @@ def _tile(title: str, text: str, name: str, steps: tuple[Step, ...], alert: str,
 
 
 _TILES: Final = (
+    Panel(
+        "Coverage",
+        "How much the verdict rests on: the share of records that were analysed and not lost, times the share of "
+        "checked pairs that could be judged, since start.",
+        (Query(coverage()),),
+        Unit.SHARE,
+        (6, 0, 4, 3),
+        Kind.STAT,
+        COVERAGE_STEPS,
+        no_value=NOT_CHECKED,
+        decimals=1,
+        links=(runbook("HiCacheObsBlind"),),
+    ),
+    Panel(
+        "Hazards watched",
+        "Kinds of race whose records are captured on every selected rank. The others cannot be seen, which is not the "
+        "same as absent; the detector board names them.",
+        (Query(f"count(min by (hazard) ({series('hazard_observable')}) == 1) or vector(0)"),),
+        Unit.EXACT,
+        (6, 3, 4, 3),
+        Kind.STAT,
+        (Step(None, "orange"), Step(1, "blue")),
+        no_value=NOT_CHECKED,
+        decimals=0,
+        links=(runbook("HiCacheObsBlind"),),
+    ),
+    _tile(
+        "Pairs checked",
+        "Operation pairs checked since start: what the zeros beside it are out of.",
+        "checks_total",
+        NEUTRAL,
+        "",
+        (6, 6),
+    ),
     _tile(
         "Violations",
         "Operation pairs that nothing orders and that ran in the wrong order, since start.",
         "violations_total",
         RED_FROM_ONE,
         "HiCacheViolation",
-        9,
-        0,
+        (10, 0),
     ),
     _tile(
         "Contradictions",
@@ -96,8 +129,7 @@ _TILES: Final = (
         "contradictions_total",
         RED_FROM_ONE,
         "HiCacheContradiction",
-        12,
-        0,
+        (10, 3),
     ),
     _tile(
         "Latent races",
@@ -105,8 +137,15 @@ _TILES: Final = (
         "latent_races_total",
         ORANGE_FROM_ONE,
         "HiCacheLatentRace",
-        15,
-        0,
+        (10, 6),
+    ),
+    _tile(
+        "Unfenced transfers",
+        "Transfers without a fence and without proof that none was needed, since start.",
+        "unfenced_ops_total",
+        ORANGE_FROM_ONE,
+        "HiCacheUnfencedTransfers",
+        (14, 0),
     ),
     _tile(
         "Not decidable",
@@ -114,26 +153,15 @@ _TILES: Final = (
         "unknown_total",
         ORANGE_FROM_ONE,
         "HiCacheObsBlind",
-        9,
-        4,
+        (14, 3),
     ),
     _tile(
-        "Unfenced",
-        "Transfers without a fence and without proof that none was needed, since start.",
-        "unfenced_ops_total",
+        "Records lost",
+        "Records lost before they could be analysed, since start. What they would have shown is unknown.",
+        "dropped_records_total",
         ORANGE_FROM_ONE,
-        "HiCacheUnfencedTransfers",
-        12,
-        4,
-    ),
-    _tile(
-        "Pairs checked",
-        "Operation pairs checked since start: what the zeros beside it are out of.",
-        "checks_total",
-        NEUTRAL,
-        "",
-        15,
-        4,
+        "HiCacheObsDrops",
+        (14, 6),
     ),
 )
 
@@ -143,40 +171,12 @@ _VERDICT: Final = Panel(
     "record since the processes in the selected range started. BLIND: some pairs could not be seen or judged.",
     (Query(verdict()),),
     Unit.TEXT,
-    (0, 0, 6, 8),
+    (0, 0, 6, 9),
     Kind.STAT,
     (Step(None, "orange"),),
     VERDICTS,
     no_value=NOT_CHECKED,
     links=(runbook("HiCacheViolation"),),
-)
-
-_COVERAGE: Final = Panel(
-    "Coverage",
-    "How much the verdict rests on: the share of records that were analysed and not lost, times the share of "
-    "checked pairs that could be judged, since start.",
-    (Query(coverage()),),
-    Unit.SHARE,
-    (6, 0, 3, 4),
-    Kind.STAT,
-    COVERAGE_STEPS,
-    no_value=NOT_CHECKED,
-    decimals=1,
-    links=(runbook("HiCacheObsBlind"),),
-)
-
-_WATCHED: Final = Panel(
-    "Hazards watched",
-    "Kinds of race whose records are captured on every selected rank. The others cannot be seen, which is not the "
-    "same as absent; the detector board names them.",
-    (Query(f"count(min by (hazard) ({series('hazard_observable')}) == 1) or vector(0)"),),
-    Unit.EXACT,
-    (6, 4, 3, 4),
-    Kind.STAT,
-    (Step(None, "orange"), Step(1, "blue")),
-    no_value=NOT_CHECKED,
-    decimals=0,
-    links=(runbook("HiCacheObsBlind"),),
 )
 
 _BY_RANK: Final = Panel(
@@ -194,20 +194,20 @@ _BY_RANK: Final = Panel(
         Query(f"time() - (max by ({RANK}) (max_over_time({series('last_analysis_timestamp_seconds')}[$__range])) > 0)"),
     ),
     Unit.TEXT,
-    (0, 8, 24, 7),
+    (0, 9, 24, 7),
     Kind.TABLE,
     no_value=NOT_CHECKED,
     links=(STATUS_PAGE, DRILL_DOWN),
     labels=RANK_LABELS_SHOWN,
     columns=(
-        Column("Verdict", Unit.TEXT, words=VERDICTS, width=130),
-        Column("Violations", Unit.EXACT, RED_FROM_ONE, decimals=0, width=95),
-        Column("Contradictions", Unit.EXACT, RED_FROM_ONE, decimals=0, width=125),
-        Column("Latent", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=75),
-        Column("Unfenced", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=90),
-        Column("Checked", Unit.EXACT, decimals=0, width=85),
-        Column("Coverage", Unit.SHARE, COVERAGE_STEPS, decimals=1, width=90),
-        Column("Last analysis", Unit.SECONDS, (GREEN, Step(60, "yellow"), Step(120, "red")), decimals=0, width=110),
+        Column("Verdict", Unit.TEXT, words=VERDICTS, width=115),
+        Column("Violations", Unit.EXACT, RED_FROM_ONE, decimals=0, width=85),
+        Column("Contradictions", Unit.EXACT, RED_FROM_ONE, decimals=0, width=108),
+        Column("Latent", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=62),
+        Column("Unfenced", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=82),
+        Column("Checked", Unit.EXACT, decimals=0, width=78),
+        Column("Coverage", Unit.SHARE, COVERAGE_STEPS, decimals=1, width=82),
+        Column("Last analysis", Unit.SECONDS, (GREEN, Step(60, "yellow"), Step(120, "red")), decimals=0, width=92),
     ),
 )
 
@@ -215,19 +215,17 @@ _SAFE: Final = Row(
     "Is it safe?",
     (
         _VERDICT,
-        _COVERAGE,
-        _WATCHED,
         *_TILES,
         Panel(
-            "Findings by hazard",
-            "New violations, contradictions and latent races per interval.",
+            "New findings",
+            "Findings per interval. The detector board has them by hazard.",
             (
-                Query(events("violations_total", "hazard"), "{{hazard}} violation"),
-                Query(events("contradictions_total", "hazard"), "{{hazard}} contradiction"),
-                Query(events("latent_races_total", "hazard"), "{{hazard}} latent"),
+                Query(events("violations_total", ""), "violations", "red"),
+                Query(events("contradictions_total", ""), "contradictions", "purple"),
+                Query(events("latent_races_total", ""), "latent races", "orange"),
             ),
             Unit.COUNT,
-            (18, 0, 6, 8),
+            (18, 0, 6, 9),
             Kind.BARS,
             RED_FROM_ONE,
             no_value=NOT_CHECKED,
@@ -248,7 +246,7 @@ _COST: Final = Row(
     "What does safety cost?",
     (
         Panel(
-            "Fence wait of load-back",
+            "Fence wait share",
             "Part of the time from a load-back's submission to its end that was fence wait, since start.",
             (Query(share(total("fence_wait_seconds_sum", _RESTORE), total("op_seconds_sum", _RESTORE))),),
             Unit.SHARE,
@@ -259,7 +257,7 @@ _COST: Final = Row(
             links=(runbook("HiCacheFenceShare"),),
         ),
         Panel(
-            "Avoidable of load-back",
+            "Avoidable share",
             "Part of the time load-backs took since start that a fence with the exact edges would have saved.",
             (Query(share(total("fence_avoidable_seconds_sum", _RESTORE), total("op_seconds_sum", _RESTORE))),),
             Unit.SHARE,

@@ -46,10 +46,11 @@ QUIET_AXIS: Final = {Unit.COUNT: 1, Unit.SHARE: 0.01}
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One expression of a panel and how its series are named."""
+    """One expression of a panel, and how its series are named and coloured (empty: by the palette)."""
 
     expr: str
     legend: str = ""
+    color: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,202 @@
+"""Every dashboard drawn by Grafana's own libraries in Chromium, from the recorded evening; see render/README.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RENDER = Path(__file__).parent / "render"
+SOURCES = ("index.html", "package.json", "shot.mjs", "vite.config.js", "src")
+DEADLINE_S = 90
+ROW_PIXELS, CONTROLS_PIXELS = 38, 150
+RED, GREEN = (242, 73, 92), (115, 191, 105)
+"""Grafana's red and green as ``rgb`` of a computed style has them."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A drawn dashboard, as the browser saw it."""
+
+    errors: list[str]
+    queries: list[dict[str, Any]]
+    panels: dict[str, dict[str, Any]]
+    cut: list[str]
+    width: int
+    picture: Path
+
+    def text(self, title: str) -> str:
+        """All text of a panel, its title left out."""
+        return str(self.panels[title]["text"]).replace(title, "", 1).strip()
+
+    def has_color(self, title: str, color: tuple[int, int, int]) -> bool:
+        """Whether something in the panel has a background near this colour."""
+        found = [tuple(map(int, rgb)) for c in self.panels[title]["colors"] for rgb in re.findall(r"rgba?\((\d+), (\d+), (\d+)", c)]
+        return any(math.dist(rgb, color) < 60 for rgb in found)
+
+
+Draw = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def bundle(checkout: Path, require_tool: Callable[..., Path]) -> Path:
+    """The folder with the built page, made by ``make render-env``."""
+    require_tool("node", install="apt-get install nodejs npm")
+    require_tool("chromium", install="apt-get install chromium")
+    work = checkout / ".cache" / "dashboard-render"
+    require_tool("vite", install="make render-env", also=[work / "node_modules" / ".bin"])
+    for name in SOURCES:
+        for file in [RENDER / name] if (RENDER / name).is_file() else sorted((RENDER / name).iterdir()):
+            copy = work / file.relative_to(RENDER)
+            assert copy.is_file() and copy.read_bytes() == file.read_bytes(), f"{copy} is old: make render-env"
+    assert (work / "dist" / "index.html").is_file(), "make render-env"
+    boards = work / "dist" / "boards"
+    shutil.rmtree(boards, ignore_errors=True)
+    shutil.copytree(checkout / "dashboards" / "grafana", boards)
+    return work
+
+
+@pytest.fixture(scope="module")
+def draw(bundle: Path, recording: Any, pictures: Path) -> Iterator[Draw]:
+    """``draw(board, period, name)``: one screenshot, and what is on it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        ["node", "node_modules/vite/bin/vite.js", "preview", "--port", str(port), "--logLevel", "warn"],
+        cwd=bundle,
+        env={**os.environ, "PROMETHEUS_URL": recording.url},
+    )
+    address = f"http://127.0.0.1:{port}/"
+
+    def up() -> bool:
+        with suppress(OSError), urllib.request.urlopen(address, timeout=5):
+            return True
+        return False
+
+    def shoot(board: str, period: Any, name: str) -> Page:
+        panels = json.loads((bundle / "dist" / "boards" / f"{board}.json").read_text())["panels"]
+        height = max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels) * ROW_PIXELS + CONTROLS_PIXELS
+        queries = sum(len(panel.get("targets", [])) for panel in panels)
+        start, end = (datetime.fromtimestamp(at, tz=timezone.utc).strftime("%FT%TZ") for at in (period.start, period.end))
+        url = f"{address}?board={board}&scrape=0.5&from={start}&to={end}"
+        picture = pictures / f"{name}.png"
+        done = subprocess.run(
+            ["node", "shot.mjs", url, str(picture), str(height), str(queries)],
+            cwd=bundle,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        named = {panel["title"]: panel for panel in found["panels"]}
+        return Page(found["errors"], found["queries"], named, found["cut"], found["width"], picture)
+
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not up():
+            assert server.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        yield shoot
+    finally:
+        server.terminate()
+        server.wait(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def safe_pages(draw: Draw, recording: Any) -> dict[str, Page]:
+    """All boards in the fenced period."""
+    return {board: draw(board, recording.safe, board) for board in ("overview", "restore", "detector")}
+
+
+@pytest.fixture(scope="module")
+def racy_page(draw: Draw, recording: Any) -> Page:
+    """The overview while the unfenced demo ran."""
+    return draw("overview", recording.racy, "overview-violated")
+
+
+@pytest.mark.parametrize("board", ["overview", "restore", "detector"])
+def test_every_panel_is_drawn(safe_pages: dict[str, Page], bundle: Path, board: str) -> None:
+    page = safe_pages[board]
+    panels = json.loads((bundle / "dist" / "boards" / f"{board}.json").read_text())["panels"]
+    titles = {panel["title"] for panel in panels if panel["type"] != "row"}
+
+    assert page.errors == []
+    assert [query["query"] for query in page.queries if not query["results"]] == []
+    assert set(page.panels) >= titles
+    assert [title for title in titles if "No data" in page.text(title) or not page.text(title)] == []
+    assert page.picture.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("board", "title"),
+    [
+        ("overview", "Load-back time that is fence wait"),
+        ("overview", "Fence wait"),
+        ("overview", "Load-back: whole and copy time"),
+        ("overview", "Cache hits and load-back (SGLang)"),
+        ("restore", "Whole"),
+        ("restore", "Layer wait"),
+        ("restore", "Whole time by rank, p99"),
+        ("restore", "Pages moved"),
+        ("detector", "Overhead by phase"),
+    ],
+)
+def test_a_graph_with_values_has_something_drawn(safe_pages: dict[str, Page], board: str, title: str) -> None:
+    """Values next to gaps: a quantile is not a number while nothing happens."""
+    assert safe_pages[board].panels[title]["drawn"] > 50
+
+
+def test_a_graph_of_zeros_has_nothing_drawn(safe_pages: dict[str, Page], racy_page: Page) -> None:
+    assert safe_pages["overview"].panels["New findings"]["drawn"] == 0
+    assert racy_page.panels["New findings"]["drawn"] > 50
+
+
+@pytest.mark.parametrize("board", ["overview", "restore", "detector"])
+def test_nothing_is_cut_off_at_1280_pixels(safe_pages: dict[str, Page], board: str) -> None:
+    assert safe_pages[board].width <= 1280
+    assert safe_pages[board].cut == []
+
+
+def test_words_and_colours_follow_the_state(safe_pages: dict[str, Page], racy_page: Page) -> None:
+    safe = safe_pages["overview"]
+
+    assert (safe.text("Verdict"), racy_page.text("Verdict")) == ("SAFE", "VIOLATED")
+    assert safe.has_color("Verdict", GREEN) and not safe.has_color("Verdict", RED)
+    assert racy_page.has_color("Verdict", RED) and not racy_page.has_color("Verdict", GREEN)
+    assert safe.text("Coverage") == "100.0%"
+
+
+def test_whole_numbers_are_whole(racy_page: Page, recording: Any) -> None:
+    expr = f'max_over_time(sum(hicache_obs_violations_total{{instance="{recording.instance}"}})[30s:500ms])'
+    ((violations),) = recording.query(expr, recording.racy.end)
+
+    assert racy_page.text("Violations") == violations["value"][1]
+    for title in ("Contradictions", "Latent races", "Not decidable", "Unfenced transfers", "Pairs checked"):
+        assert re.fullmatch(r"[\d,]+", racy_page.text(title)), title
+
+
+def test_the_worst_rank_is_on_top(racy_page: Page, recording: Any) -> None:
+    rows = [line for line in racy_page.text("Ranks, worst first").splitlines() if line in ("VIOLATED", "SAFE")]
+    text = racy_page.text("Ranks, worst first")
+
+    assert rows == ["VIOLATED", "SAFE"]
+    assert text.index(recording.instance) < text.index(recording.other)
