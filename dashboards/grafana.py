@@ -1,10 +1,10 @@
-"""Grafana's dashboard JSON of a board, built with ``grafana-foundation-sdk`` (extra ``dev``; not needed at run time)."""
+"""Grafana's dashboard JSON of a board, built with ``grafana-foundation-sdk`` (extra ``dev``, not needed to run)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from grafana_foundation_sdk.builders import bargauge, common, dashboard, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -13,7 +13,8 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
 from hicache_obs.dashboards.panels import QUIET_AXIS, Board, Column, Kind, Link, Panel, Query, Row, Shown, Step
-from hicache_obs.dashboards.queries import PREFIX, VARIABLES, metrics_in, series
+from hicache_obs.dashboards.queries import VARIABLES, metrics_in, series
+from hicache_obs.exporters.catalogue import PREFIX
 
 Json = dict[str, object]
 
@@ -35,12 +36,6 @@ LABELS: Final = {
     "pp_rank": "PP rank",
     "dp_rank": "DP rank",
 }
-
-
-class _PanelBuilder(Protocol):
-    """What the SDK's panel builders have in common and this module uses."""
-
-    def build(self) -> models.Panel: ...
 
 
 B = TypeVar("B", timeseries.Panel, stat.Panel, bargauge.Panel, table.Panel)
@@ -83,7 +78,7 @@ def _place(builder: dashboard.Dashboard, rows: Sequence[Row]) -> None:
         for panel in row.panels:
             number += 1
             x, y, width, height = panel.grid
-            built = _panel(panel).build()
+            built = _panel(panel)
             built.id_val = number
             # The builder moves a panel at (0, 0); top is never 0 here.
             built.grid_pos = models.GridPos(h=height, w=width, x=x, y=top + y)
@@ -104,14 +99,14 @@ class _Built:
 # -- panels --------------------------------------------------------------------------------------------------
 
 
-def _panel(panel: Panel) -> _PanelBuilder:
+def _panel(panel: Panel) -> models.Panel:
     if panel.kind is Kind.TABLE:
-        return _table(_common(table.Panel(), panel), panel)
+        return _table(_common(table.Panel(), panel), panel).build()
     if panel.kind is Kind.STAT:
-        return _stat(_common(stat.Panel(), panel), panel)
+        return _stat(_common(stat.Panel(), panel), panel).build()
     if panel.kind is Kind.BAR_GAUGE:
-        return _bar_gauge(_common(bargauge.Panel(), panel))
-    return _graph(_common(timeseries.Panel(), panel), panel)
+        return _bar_gauge(_common(bargauge.Panel(), panel)).build()
+    return _graph(_common(timeseries.Panel(), panel), panel).build()
 
 
 def _common(builder: B, panel: Panel) -> B:
@@ -209,7 +204,7 @@ def _table(builder: table.Panel, panel: Panel) -> table.Panel:
         models.DataTransformerConfig(
             id_val="organize",
             options={
-                "excludeByName": {"Time": True},
+                "excludeByName": dict.fromkeys(["Time", *(name for name in VARIABLES if name not in renamed)], True),
                 "indexByName": {name: place for place, name in enumerate(order)},
                 "renameByName": renamed,
             },

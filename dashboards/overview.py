@@ -55,13 +55,13 @@ DRILL_DOWN: Final = Link(
 )
 RANK_LABELS_SHOWN: Final = (
     ("cluster", "Cluster", 75),
-    ("namespace", "Namespace", 95),
-    ("pod", "Pod", 90),
+    ("pod", "Pod", 110),
     ("instance", "Node", 130),
-    ("tp_rank", "TP", 38),
-    ("pp_rank", "PP", 38),
-    ("dp_rank", "DP", 38),
+    ("tp_rank", "TP", 50),
+    ("pp_rank", "PP", 50),
+    ("dp_rank", "DP", 50),
 )
+"""Columns of the rank tables and their pixels; with the values they fill a screen of 1280."""
 
 
 def _tile(title: str, text: str, name: str, steps: tuple[Step, ...], alert: str, at: tuple[int, int]) -> Panel:
@@ -200,14 +200,14 @@ _BY_RANK: Final = Panel(
     links=(STATUS_PAGE, DRILL_DOWN),
     labels=RANK_LABELS_SHOWN,
     columns=(
-        Column("Verdict", Unit.TEXT, words=VERDICTS, width=115),
-        Column("Violations", Unit.EXACT, RED_FROM_ONE, decimals=0, width=85),
-        Column("Contradictions", Unit.EXACT, RED_FROM_ONE, decimals=0, width=108),
-        Column("Latent", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=62),
-        Column("Unfenced", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=82),
-        Column("Checked", Unit.EXACT, decimals=0, width=78),
-        Column("Coverage", Unit.SHARE, COVERAGE_STEPS, decimals=1, width=82),
-        Column("Last analysis", Unit.SECONDS, (GREEN, Step(60, "yellow"), Step(120, "red")), decimals=0, width=92),
+        Column("Verdict", Unit.TEXT, words=VERDICTS, width=110),
+        Column("Violations", Unit.EXACT, RED_FROM_ONE, decimals=0, width=88),
+        Column("Contradictions", Unit.EXACT, RED_FROM_ONE, decimals=0, width=118),
+        Column("Latent", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=70),
+        Column("Unfenced", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=88),
+        Column("Checked", Unit.EXACT, decimals=0, width=80),
+        Column("Coverage", Unit.SHARE, COVERAGE_STEPS, decimals=1, width=88),
+        Column("Last analysis", Unit.SECONDS, (GREEN, Step(60, "yellow"), Step(120, "red")), decimals=0, width=105),
     ),
 )
 

@@ -125,7 +125,7 @@ class Panel:
         name_only: Show the series' name instead of its value.
         exemplars: Ask for exemplars, the dots that lead to a trace.
         links: Where the panel leads to.
-        labels: Table only: label → heading of its column, left to right, before the value columns.
+        labels: Table only: (label, heading, pixels) left to right, before the value columns; other labels are left out.
         columns: Table only: one per query; the first sorts the rows, highest on top.
     """
 

@@ -11,7 +11,7 @@ from typing import Final
 from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, RANK_LABELS
 
 PLACE: Final = ("cluster", "namespace", "pod")
-"""Labels that Kubernetes' service discovery (or the scrape configuration) adds; absent elsewhere, which ``.*`` matches."""
+"""Labels that service discovery or the scrape configuration adds; absent elsewhere, which ``.*`` matches."""
 VARIABLES: Final = (*PLACE, "instance", *RANK_LABELS)
 """Variables of every board, each a label of the same name, each narrowed by those before it."""
 RANK: Final = ", ".join(VARIABLES)

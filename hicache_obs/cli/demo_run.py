@@ -352,7 +352,7 @@ class DemoRun:
                 reader.close()
 
     def _account(self, recorder: Recorder, bare: Device, analyzer: Analyzer) -> Callable[[int, int], None] | None:
-        """``Agent(on_spent=)`` that tells the metrics what watching costs, how exact device times are, what is pending."""
+        """``Agent(on_spent=)`` that tells the metrics what watching costs, how exact times are, what is pending."""
         metrics = self._metrics
         if metrics is None:
             return None

@@ -260,9 +260,7 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
         until(lambda: safe.ended and has(webhooks, "resolved"), "the page is over")
         time.sleep(SETTLE_S)
         end = time.time()
-        yield Recording(
-            f"http://{served}", Period(start, racy_end), Period(safe_start, end), node, other, webhooks
-        )
+        yield Recording(f"http://{served}", Period(start, racy_end), Period(safe_start, end), node, other, webhooks)
 
 
 def has(webhooks: dict[str, list[Alert]], status: str) -> bool:

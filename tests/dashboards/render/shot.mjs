@@ -40,9 +40,10 @@ const found = await page.evaluate(() => {
   while (texts.nextNode()) {
     const range = document.createRange();
     range.selectNodeContents(texts.currentNode);
-    const { right, width } = range.getBoundingClientRect();
+    const { left, right, width } = range.getBoundingClientRect();
     for (let box = texts.currentNode.parentElement; box && width; box = box.parentElement) {
-      if (getComputedStyle(box).overflowX !== 'visible' && right > box.getBoundingClientRect().right + 1) {
+      const clip = box.getBoundingClientRect();
+      if (getComputedStyle(box).overflowX !== 'visible' && (right > clip.right + 1 || left < clip.left - 1)) {
         cut.push(texts.currentNode.data);
         break;
       }
