@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
-import socket
 import subprocess
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,9 +17,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 RENDER = Path(__file__).parent / "render"
-SOURCES = ("index.html", "package.json", "shot.mjs", "vite.config.js", "src")
 DEADLINE_S = 90
-ROW_PIXELS, CONTROLS_PIXELS = 38, 150
 RED, GREEN = (242, 73, 92), (115, 191, 105)
 """Grafana's red and green as ``rgb`` of a computed style has them."""
 
@@ -64,48 +56,26 @@ def bundle(checkout: Path, require_tool: Callable[..., Path]) -> Path:
     require_tool("node", install="apt-get install nodejs npm")
     require_tool("chromium", install="apt-get install chromium")
     work = checkout / ".cache" / "dashboard-render"
-    require_tool("vite", install="make render-env", also=[work / "node_modules" / ".bin"])
-    for name in SOURCES:
-        for file in [RENDER / name] if (RENDER / name).is_file() else sorted((RENDER / name).iterdir()):
-            copy = work / file.relative_to(RENDER)
-            assert copy.is_file(), f"{copy} is missing: make render-env"
-            assert copy.read_bytes() == file.read_bytes(), f"{copy} is old: make render-env"
-    assert (work / "dist" / "index.html").is_file(), "make render-env"
-    boards = work / "dist" / "boards"
-    shutil.rmtree(boards, ignore_errors=True)
-    shutil.copytree(checkout / "dashboards" / "grafana", boards)
+    require_tool("esbuild", install="make render-env", also=[work / "node_modules" / ".bin"])
+    for file in (RENDER / "package.json", RENDER / "shot.mjs", RENDER / "index.html", *(RENDER / "src").iterdir()):
+        copy = work / file.relative_to(RENDER)
+        assert copy.is_file(), f"{copy} is missing: make render-env"
+        assert copy.read_bytes() == file.read_bytes(), f"{copy} is old: make render-env"
     return work
 
 
 @pytest.fixture(scope="module")
-def draw(bundle: Path, recording: Any, pictures: Path) -> Iterator[Draw]:
+def draw(bundle: Path, checkout: Path, recording: Any, pictures: Path) -> Draw:
     """``draw(board, period, name)``: one screenshot, and what is on it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        ["node", "node_modules/vite/bin/vite.js", "preview", "--port", str(port), "--logLevel", "warn"],
-        cwd=bundle,
-        env={**os.environ, "PROMETHEUS_URL": recording.url},
-    )
-    address = f"http://127.0.0.1:{port}/"
-
-    def up() -> bool:
-        with suppress(OSError), urllib.request.urlopen(address, timeout=5):
-            return True
-        return False
 
     def shoot(board: str, period: Any, name: str) -> Page:
-        panels = json.loads((bundle / "dist" / "boards" / f"{board}.json").read_text())["panels"]
-        height = max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels) * ROW_PIXELS + CONTROLS_PIXELS
-        queries = sum(len(panel.get("targets", [])) for panel in panels)
+        picture = pictures / f"{name}.jpg"
         start, end = (
             datetime.fromtimestamp(at, tz=timezone.utc).strftime("%FT%TZ") for at in (period.start, period.end)
         )
-        url = f"{address}?board={board}&scrape=0.5&from={start}&to={end}"
-        picture = pictures / f"{name}.png"
+        file = checkout / "dashboards" / "grafana" / f"{board}.json"
         done = subprocess.run(
-            ["node", "shot.mjs", url, str(picture), str(height), str(queries)],
+            ["node", "shot.mjs", recording.url, file, start, end, picture],
             cwd=bundle,
             capture_output=True,
             text=True,
@@ -117,16 +87,7 @@ def draw(bundle: Path, recording: Any, pictures: Path) -> Iterator[Draw]:
         named = {panel["title"]: panel for panel in found["panels"]}
         return Page(found["errors"], found["queries"], named, found["cut"], found["width"], picture)
 
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not up():
-            assert server.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield shoot
-    finally:
-        server.terminate()
-        server.wait(timeout=10)
+    return shoot
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +103,9 @@ def racy_page(draw: Draw, recording: Any) -> Page:
 
 
 @pytest.mark.parametrize("board", ["overview", "restore", "detector"])
-def test_every_panel_is_drawn(safe_pages: dict[str, Page], bundle: Path, board: str) -> None:
+def test_every_panel_is_drawn(safe_pages: dict[str, Page], checkout: Path, board: str) -> None:
     page = safe_pages[board]
-    panels = json.loads((bundle / "dist" / "boards" / f"{board}.json").read_text())["panels"]
+    panels = json.loads((checkout / "dashboards" / "grafana" / f"{board}.json").read_text())["panels"]
     titles = {panel["title"] for panel in panels if panel["type"] != "row"}
 
     assert page.errors == []

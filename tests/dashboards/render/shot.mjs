@@ -1,15 +1,31 @@
-// node shot.mjs URL PICTURE HEIGHT QUERIES: draws the page 1280 wide and prints what is on it as JSON.
+// node shot.mjs PROMETHEUS BOARD.json FROM TO PICTURE: draws a board 1280 wide and prints what is on it as JSON.
+// There is no server: the page's requests are answered here, those for /prom by Prometheus.
+import { existsSync, readFileSync } from 'node:fs';
+import { join } from 'node:path';
 import { chromium } from 'playwright-core';
 
 const WIDTH = 1280;
-const [url, picture, height, queries] = process.argv.slice(2);
+const [ROW_PIXELS, CONTROLS_PIXELS] = [38, 150];
+const [prometheus, board, from, to, picture] = process.argv.slice(2);
+const { panels } = JSON.parse(readFileSync(board));
+const height = Math.max(...panels.map(({ gridPos }) => gridPos.y + gridPos.h)) * ROW_PIXELS + CONTROLS_PIXELS;
+const queries = panels.flatMap((panel) => panel.targets ?? []).length;
 const browser = await chromium.launch({ executablePath: '/usr/bin/chromium', args: ['--no-sandbox', '--disable-gpu'] });
-const page = await browser.newPage({ viewport: { width: WIDTH, height: Number(height) } });
+const page = await browser.newPage({ viewport: { width: WIDTH, height } });
+await page.route('**/*', async (route) => {
+  const { pathname, search } = new URL(route.request().url());
+  if (pathname.startsWith('/prom/')) {
+    const answer = await fetch(prometheus + pathname.slice('/prom'.length) + search);
+    return route.fulfill({ status: answer.status, contentType: 'application/json', body: await answer.text() });
+  }
+  const file = pathname === '/board.json' ? board : join('dist', pathname.slice(1) || 'index.html');
+  return existsSync(file) ? route.fulfill({ path: file }) : route.fulfill({ status: 404 });
+});
 const thrown = [];
 page.on('pageerror', (error) => thrown.push(String(error)));
-await page.goto(url);
+await page.goto(`http://dashboards.test/?${new URLSearchParams({ from, to, scrape: '0.5' })}`);
 try {
-  await page.waitForFunction((n) => window.queries?.length >= n || window.errors?.length, Number(queries), { timeout: 60000 });
+  await page.waitForFunction((n) => window.queries?.length >= n || window.errors?.length, queries, { timeout: 60000 });
 } catch (error) {
   thrown.push(String(error));
 }

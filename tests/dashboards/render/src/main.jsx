@@ -1,4 +1,4 @@
-// Draws /boards/<board>.json with @grafana/scenes. Errors collect in window.errors, queries in window.queries.
+// Draws /board.json with @grafana/scenes. Errors collect in window.errors, queries in window.queries.
 import {
   EventBusSrv,
   LoadingState,
@@ -171,7 +171,7 @@ async function main() {
   setUpRuntime();
   await initPluginTranslations('grafana-ui', []);
   await initPluginTranslations('grafana-scenes', []);
-  const response = await fetch(`/boards/${parameters.get('board')}.json`);
+  const response = await fetch('/board.json');
   scene = build(await response.json());
   createRoot(document.getElementById('root')).render(
     <Boundary>
