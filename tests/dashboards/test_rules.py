@@ -149,7 +149,6 @@ def test_promtool_and_amtool_accept_the_examples(require_tool: Callable[..., Pat
     amtool = require_tool("amtool", install=ALERTMANAGER)
     for name in ("prometheus", "compose"):
         shutil.copytree(str(FOLDER / name), tmp_path / name)
-    shutil.copy(tmp_path / "prometheus" / "hicache-obs-rules.yml", tmp_path / "compose")
 
     for command in (
         [promtool, "check", "config", tmp_path / "prometheus" / "prometheus.yml"],
