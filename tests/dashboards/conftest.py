@@ -230,7 +230,7 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
     with ExitStack() as stack:
         processes = Processes(stack, folder)
         sglang = [(serve_sglang(stack, ":"), "engine-0"), (serve_sglang(stack, "_"), "engine-1")]
-        agents = [(node, "engine-0"), (other, "engine-1")]
+        agents = [(node, "engine-1"), (other, "engine-0")]  # the worst one's name is not the first
         write_configs(folder, alerts, serve_webhooks(stack, webhooks), {"hicache-obs": agents, "sglang": sglang})
         processes.start(
             "alertmanager",

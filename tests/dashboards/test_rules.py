@@ -74,6 +74,7 @@ def test_the_unit_tests_pass(require_tool: Callable[..., Path], folder: Path) ->
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
+@pytest.mark.slow
 @each_alert
 def test_the_unit_tests_need_each_alert(require_tool: Callable[..., Path], folder: Path, name: str) -> None:
     """An alert that never fires, and one that always does, both fail its tests; as it is, it passes them."""

@@ -50,16 +50,17 @@ const found = await page.evaluate(() => {
       .flatMap((style) => [style.backgroundImage, style.backgroundColor])
       .filter((color) => color !== 'none' && color !== 'rgba(0, 0, 0, 0)'),
   }));
-  // A text that reaches beyond an ancestor that clips or scrolls sideways.
+  // A text that reaches beyond an ancestor that clips or scrolls.
   const texts = document.createTreeWalker(document.getElementById('root'), NodeFilter.SHOW_TEXT);
   const cut = [];
   while (texts.nextNode()) {
     const range = document.createRange();
     range.selectNodeContents(texts.currentNode);
-    const { left, right, width } = range.getBoundingClientRect();
+    const { left, right, top, bottom, width } = range.getBoundingClientRect();
     for (let box = texts.currentNode.parentElement; box && width; box = box.parentElement) {
       const clip = box.getBoundingClientRect();
-      if (getComputedStyle(box).overflowX !== 'visible' && (right > clip.right + 1 || left < clip.left - 1)) {
+      const beyond = right > clip.right + 1 || left < clip.left - 1 || bottom > clip.bottom + 1 || top < clip.top - 1;
+      if (beyond && getComputedStyle(box).overflow !== 'visible') {
         cut.push(texts.currentNode.data);
         break;
       }

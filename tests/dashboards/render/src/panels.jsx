@@ -104,7 +104,7 @@ const Rows = ({ data, width, height, options, fieldConfig }) => {
       width={width}
       height={height}
       cellHeight={options.cellHeight}
-      initialSortBy={options.sortBy}
+      sortBy={options.sortBy}
       fieldConfig={fieldConfig}
       structureRev={data.structureRev}
       timeRange={data.timeRange}
