@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,17 @@ def test_words_and_colours_follow_the_state(safe_pages: dict[str, Page], racy_pa
     assert [safe.has_color("Verdict", color) for color in (GREEN, RED)] == [True, False]
     assert [racy_page.has_color("Verdict", color) for color in (GREEN, RED)] == [False, True]
     assert safe.text("Coverage") == "100.0%"
+
+
+def test_without_data_nothing_looks_safe(draw: Draw, recording: Any) -> None:
+    """An hour before anything was scraped: words, not zeros, and no green."""
+    start = recording.racy.start
+    page = draw("overview", replace(recording.racy, start=start - 3600, end=start - 3000), "not-checked")
+
+    assert page.errors == []
+    for title in ("Verdict", "Violations", "Coverage", "Pairs checked"):
+        assert page.text(title) == "NOT CHECKED"
+        assert not page.has_color(title, GREEN)
 
 
 def test_whole_numbers_are_whole(racy_page: Page, recording: Any) -> None:
