@@ -26,7 +26,7 @@ def main() -> int:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if (error.name or "") not in OPTIONAL.get(name.rpartition(".")[0], set()):
+            if (error.name or "").partition(".")[0] not in OPTIONAL.get(name.rpartition(".")[0], set()):
                 raise
     print(f"imported {len(names)} modules from the wheel")
     return 0
