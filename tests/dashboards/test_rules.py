@@ -108,6 +108,7 @@ def test_sixty_four_ranks_make_one_page(require_tool: Callable[..., Path], folde
         "records_total|": "0+90x70",
         'dropped_records_total|reason="ring_full"': "0+10x70",
         "last_analysis_timestamp_seconds|": "1x70",
+        "unread_records|": "1x70",
         f"fence_wait_seconds_sum|{op}": "0+3x70",
         f"op_seconds_sum|{op}": "0+4x70",
         f"op_seconds_count|{op}": "0+60x70",
