@@ -7,9 +7,12 @@ EXTRAS := dev,otel,report,fleet
 # The environment is as new as these two files and the interpreter; any change moves the stamp.
 STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV; } | sha256sum | cut -c1-16)
 NVTX_OLD := .cache/nvtx-0.2.11
+# Grafana's libraries and the page they draw dashboards on, as new as the page's sources.
+RENDER := .cache/dashboard-render
+RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env clean
+.PHONY: help venv lock demo test check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env render-env pictures clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +86,18 @@ nsys-env: $(NVTX_OLD)/.complete  ## nvtx 0.2.11 beside the environment, for the 
 $(NVTX_OLD)/.complete: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NVTX_OLD) nvtx==0.2.11
 	touch $@
+
+render-env: $(RENDER)/.complete  ## Grafana's npm libraries under .cache, for the tests that draw the dashboards (470 MB)
+
+$(RENDER)/.complete: $(RENDER_SOURCES)
+	mkdir -p $(RENDER)
+	cp -R tests/dashboards/render/. $(RENDER)
+	cd $(RENDER) && npm install --legacy-peer-deps --ignore-scripts --no-audit --no-fund --loglevel=error
+	cd $(RENDER) && npm run --silent build
+	touch $@
+
+pictures: venv render-env  ## draw the dashboards anew into docs/pictures
+	HICACHE_OBS_PICTURES=docs/pictures $(BIN)/python -m pytest -q tests/dashboards/test_render.py
 
 clean:  ## remove the environment, caches and build results
 	rm -rf .venv .venv.lock .cache build dist *.egg-info site htmlcov .coverage .coverage.*

@@ -1,20 +1,25 @@
-"""Write the dashboards: ``python -m hicache_obs.dashboards.build`` rewrites ``dashboards/grafana/*.json``."""
+"""Write what is made by code: ``python -m hicache_obs.dashboards.build`` rewrites the dashboards and two manifests.
+
+Needs the extra ``dev``. Files: ``grafana/*.json``, ``kubernetes/prometheusrule.yaml``, ``kubernetes/dashboards.yaml``.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Final
 
+from hicache_obs.dashboards.detector import DETECTOR
+from hicache_obs.dashboards.grafana import Json, dashboard_json
+from hicache_obs.dashboards.manifests import HERE, config_maps, prometheus_rule
 from hicache_obs.dashboards.overview import OVERVIEW
-from hicache_obs.dashboards.panels import Json, dashboard
+from hicache_obs.dashboards.restore import RESTORE
 
-FOLDER: Final = Path(__file__).parent / "grafana"
+BOARDS: Final = {"overview.json": OVERVIEW, "restore.json": RESTORE, "detector.json": DETECTOR}
 
 
 def dashboards() -> dict[str, Json]:
     """File name → dashboard, of every board."""
-    return {"overview.json": dashboard(OVERVIEW)}
+    return {name: dashboard_json(board) for name, board in BOARDS.items()}
 
 
 def text(board: Json) -> str:
@@ -22,12 +27,21 @@ def text(board: Json) -> str:
     return json.dumps(board, indent=2, ensure_ascii=False) + "\n"
 
 
+def files() -> dict[str, str]:
+    """Path below this package → text, of every file that is made by code."""
+    boards = {name: text(board) for name, board in dashboards().items()}
+    return {
+        **{f"grafana/{name}": board for name, board in boards.items()},
+        "kubernetes/prometheusrule.yaml": prometheus_rule(),
+        "kubernetes/dashboards.yaml": config_maps(boards),
+    }
+
+
 def main() -> None:
     """Write every file and print its path."""
-    FOLDER.mkdir(exist_ok=True)
-    for name, board in dashboards().items():
-        (FOLDER / name).write_text(text(board), encoding="utf-8")
-        print(FOLDER / name)
+    for name, content in files().items():
+        (HERE / name).write_text(content, encoding="utf-8")
+        print(HERE / name)
 
 
 if __name__ == "__main__":

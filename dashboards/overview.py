@@ -1,291 +1,305 @@
-"""The overview board: is it safe, what does safety cost, what is transferred, can the detector be trusted."""
+"""The overview board, the one screen: is it safe, what does safety cost, what is transferred and saved."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from hicache_obs.dashboards.panels import (
+    GREEN,
+    NEUTRAL,
     NOT_CHECKED,
+    ORANGE_FROM_ONE,
+    RED_FROM_ONE,
     Board,
+    Column,
     Kind,
+    Link,
     Panel,
     Query,
     Row,
     Shown,
     Step,
     Unit,
+    runbook,
+)
+from hicache_obs.dashboards.queries import (
+    RANK,
+    coverage,
+    events,
+    quantile,
+    rate,
     series,
+    sglang,
+    share,
+    total,
+    total_if,
+    verdict,
 )
 
-_GREEN: Final = Step(None, "green")
-_NEUTRAL: Final = (Step(None, "blue"),)
-_RED_FROM_ONE: Final = (_GREEN, Step(1, "red"))
-_ORANGE_FROM_ONE: Final = (_GREEN, Step(1, "orange"))
-_WORDS: Final = (
+VERDICTS: Final = (
     Shown(0, NOT_CHECKED, "orange"),
     Shown(1, "SAFE", "green"),
-    Shown(2, "NOT DECIDABLE", "orange"),
+    Shown(2, "BLIND", "orange"),
     Shown(3, "LATENT RACES", "orange"),
     Shown(4, "CONTRADICTION", "red"),
     Shown(5, "VIOLATED", "red"),
 )
+COVERAGE_STEPS: Final = (Step(None, "red"), Step(0.99, "orange"), Step(1, "green"))
+STATUS_PAGE: Final = Link("Status page: last findings, blast radius", "http://${__data.fields.Node}/", "instance")
+DRILL_DOWN: Final = Link(
+    "Restores of this rank",
+    "/d/hicache-obs-restore?${datasource:queryparam}&var-instance=${__data.fields.Node}"
+    "&var-tp_rank=${__data.fields.TP}&var-pp_rank=${__data.fields.PP}&var-dp_rank=${__data.fields.DP}"
+    "&from=${__from}&to=${__to}",
+    "tp_rank",
+)
+RANK_LABELS_SHOWN: Final = (
+    ("cluster", "Cluster", 75),
+    ("pod", "Pod", 110),
+    ("instance", "Node", 130),
+    ("tp_rank", "TP", 50),
+    ("pp_rank", "PP", 50),
+    ("dp_rank", "DP", 50),
+)
+"""Columns of the rank tables and their pixels; with the values they fill a screen of 1280."""
 
 
-def _total(name: str, matchers: str = "", by: str = "") -> str:
-    """The most a counter reached in the selected range, over all processes.
-
-    Not ``increase``: a process that raced before its first scrape would look clean.
-    """
-    grouped = f" by ({by})" if by else ""
-    return f"sum{grouped} (max_over_time({series(name, matchers)}[$__range]))"
-
-
-def _total_if(denominator: str, name: str) -> str:
-    """``_total``, but nothing while ``denominator`` is 0: 0 of 0 must not look like 0."""
-    total = _total(name)
-    return f"({total} > 0) or ({total} and on () ({_total(denominator)} > 0))"
-
-
-def _rate(name: str, by: str, matchers: str = "") -> str:
-    return f"sum by ({by}) (rate({series(name, matchers)}[$__rate_interval]))"
-
-
-def _events(name: str, by: str) -> str:
-    """Whole events per interval."""
-    return f"round(sum by ({by}) (increase({series(name)}[$__rate_interval])))"
-
-
-def _share(part: str, whole: str) -> str:
-    return f"{part} / ({whole} > 0)"
-
-
-def _quantile(quantile: float, name: str, matchers: str = "", *, by: str = "le") -> str:
-    return f"histogram_quantile({quantile}, {_rate(name + '_bucket', by, matchers)})"
-
-
-def _verdict() -> str:
-    """The worst that holds; ``_WORDS`` names the numbers."""
-    levels = {
-        5: _total("violations_total"),
-        4: _total("contradictions_total"),
-        3: _total("latent_races_total"),
-        2: _total("unknown_total"),
-        1: _total("checks_total"),
-    }
-    worst_first = [f"({total} > bool 0 == 1) * {level}" for level, total in levels.items()]
-    return " or ".join([*worst_first, f"{_total('checks_total')} * 0"])
-
-
-def _tile(title: str, text: str, name: str, steps: tuple[Step, ...], x: int, y: int) -> Panel:
+def _tile(title: str, text: str, name: str, steps: tuple[Step, ...], alert: str, at: tuple[int, int]) -> Panel:
     return Panel(
         title,
         text,
-        (Query(_total_if("checks_total", name)),),
+        (Query(total_if("checks_total", name)),),
         Unit.EXACT,
-        (x, y, 3, 5),
+        (*at, 4, 3),
         Kind.STAT,
         steps,
         no_value=NOT_CHECKED,
         decimals=0,
+        links=(runbook(alert),) if alert else (),
     )
 
+
+_TILES: Final = (
+    Panel(
+        "Coverage",
+        "How much the verdict rests on: the share of records that were analysed and not lost, times the share of "
+        "checked pairs that could be judged, since start.",
+        (Query(coverage()),),
+        Unit.SHARE,
+        (6, 0, 4, 3),
+        Kind.STAT,
+        COVERAGE_STEPS,
+        no_value=NOT_CHECKED,
+        decimals=1,
+        links=(runbook("HiCacheObsBlind"),),
+    ),
+    Panel(
+        "Hazards watched",
+        "Kinds of race whose records are captured on every selected rank. The others cannot be seen, which is not the "
+        "same as absent; the detector board names them.",
+        (Query(f"count(min by (hazard) ({series('hazard_observable')}) == 1) or vector(0)"),),
+        Unit.EXACT,
+        (6, 3, 4, 3),
+        Kind.STAT,
+        (Step(None, "orange"), Step(1, "blue")),
+        no_value=NOT_CHECKED,
+        decimals=0,
+        links=(runbook("HiCacheObsBlind"),),
+    ),
+    _tile(
+        "Pairs checked",
+        "Operation pairs checked since start: what the zeros beside it are out of.",
+        "checks_total",
+        NEUTRAL,
+        "",
+        (6, 6),
+    ),
+    _tile(
+        "Violations",
+        "Operation pairs that nothing orders and that ran in the wrong order, since start.",
+        "violations_total",
+        RED_FROM_ONE,
+        "HiCacheViolation",
+        (10, 0),
+    ),
+    _tile(
+        "Contradictions",
+        "Pairs proven ordered but measured in the wrong order, since start: "
+        "a fence is not where we think, or a clock lies.",
+        "contradictions_total",
+        RED_FROM_ONE,
+        "HiCacheContradiction",
+        (10, 3),
+    ),
+    _tile(
+        "Latent races",
+        "Pairs that nothing orders and that happened to run in the right order, since start.",
+        "latent_races_total",
+        ORANGE_FROM_ONE,
+        "HiCacheLatentRace",
+        (10, 6),
+    ),
+    _tile(
+        "Unfenced transfers",
+        "Transfers without a fence and without proof that none was needed, since start.",
+        "unfenced_ops_total",
+        ORANGE_FROM_ONE,
+        "HiCacheUnfencedTransfers",
+        (14, 0),
+    ),
+    _tile(
+        "Not decidable",
+        "Pairs that could not be judged, mostly because records were dropped, since start.",
+        "unknown_total",
+        ORANGE_FROM_ONE,
+        "HiCacheObsBlind",
+        (14, 3),
+    ),
+    _tile(
+        "Records lost",
+        "Records lost before they could be analysed, since start. What they would have shown is unknown.",
+        "dropped_records_total",
+        ORANGE_FROM_ONE,
+        "HiCacheObsDrops",
+        (14, 6),
+    ),
+)
+
+_VERDICT: Final = Panel(
+    "Verdict",
+    "SAFE needs at least one checked pair and no violation, contradiction, latent race, undecidable pair or lost "
+    "record since the processes in the selected range started. BLIND: some pairs could not be seen or judged.",
+    (Query(verdict()),),
+    Unit.TEXT,
+    (0, 0, 6, 9),
+    Kind.STAT,
+    (Step(None, "orange"),),
+    VERDICTS,
+    no_value=NOT_CHECKED,
+    links=(runbook("HiCacheViolation"),),
+)
+
+_BY_RANK: Final = Panel(
+    "Ranks, worst first",
+    "One row per rank of each node, since start. The node leads to its status page with the last findings and their "
+    "blast radius, the rank to its restores.",
+    (
+        Query(verdict(RANK)),
+        Query(total("violations_total", by=RANK)),
+        Query(total("contradictions_total", by=RANK)),
+        Query(total("latent_races_total", by=RANK)),
+        Query(total("unfenced_ops_total", by=RANK)),
+        Query(total("checks_total", by=RANK)),
+        Query(coverage(RANK)),
+        Query(f"time() - (max by ({RANK}) (max_over_time({series('last_analysis_timestamp_seconds')}[$__range])) > 0)"),
+    ),
+    Unit.TEXT,
+    (0, 9, 24, 7),
+    Kind.TABLE,
+    no_value=NOT_CHECKED,
+    links=(STATUS_PAGE, DRILL_DOWN),
+    labels=RANK_LABELS_SHOWN,
+    columns=(
+        Column("Verdict", Unit.TEXT, words=VERDICTS, width=110),
+        Column("Violations", Unit.EXACT, RED_FROM_ONE, decimals=0, width=88),
+        Column("Contradictions", Unit.EXACT, RED_FROM_ONE, decimals=0, width=118),
+        Column("Latent", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=70),
+        Column("Unfenced", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=88),
+        Column("Checked", Unit.EXACT, decimals=0, width=80),
+        Column("Coverage", Unit.SHARE, COVERAGE_STEPS, decimals=1, width=88),
+        Column("Last analysis", Unit.SECONDS, (GREEN, Step(60, "yellow"), Step(120, "red")), decimals=0, width=105),
+    ),
+)
 
 _SAFE: Final = Row(
     "Is it safe?",
     (
+        _VERDICT,
+        *_TILES,
         Panel(
-            "Verdict",
-            "SAFE needs at least one checked pair, and no violation, contradiction, latent race or "
-            "undecidable pair since the processes in the selected range started.",
-            (Query(_verdict()),),
-            Unit.TEXT,
-            (0, 0, 6, 10),
-            Kind.STAT,
-            (Step(None, "orange"),),
-            _WORDS,
-            no_value=NOT_CHECKED,
-        ),
-        _tile(
-            "Violations",
-            "Operation pairs that nothing orders and that ran in the wrong order, since start.",
-            "violations_total",
-            _RED_FROM_ONE,
-            6,
-            0,
-        ),
-        _tile(
-            "Contradictions",
-            "Pairs proven ordered but measured in the wrong order, since start: "
-            "a fence is not where we think, or a clock lies.",
-            "contradictions_total",
-            _RED_FROM_ONE,
-            9,
-            0,
-        ),
-        _tile(
-            "Latent races",
-            "Pairs that nothing orders and that happened to run in the right order, since start.",
-            "latent_races_total",
-            _ORANGE_FROM_ONE,
-            12,
-            0,
-        ),
-        _tile(
-            "Not decidable",
-            "Pairs that could not be judged, mostly because records were dropped, since start.",
-            "unknown_total",
-            _ORANGE_FROM_ONE,
-            6,
-            5,
-        ),
-        _tile(
-            "Unfenced transfers",
-            "Transfers without a fence and without proof that none was needed, since start.",
-            "unfenced_ops_total",
-            _ORANGE_FROM_ONE,
-            9,
-            5,
-        ),
-        _tile(
-            "Pairs checked",
-            "Operation pairs checked since start: what the zeros beside it are out of.",
-            "checks_total",
-            _NEUTRAL,
-            12,
-            5,
-        ),
-        Panel(
-            "Violations by hazard",
-            "New violations per interval.",
-            (Query(_events("violations_total", "hazard"), "{{hazard}}"),),
+            "New findings",
+            "Findings per interval. The detector board has them by hazard.",
+            (
+                Query(events("violations_total", ""), "violations", "red"),
+                Query(events("contradictions_total", ""), "contradictions", "purple"),
+                Query(events("latent_races_total", ""), "latent races", "orange"),
+            ),
             Unit.COUNT,
-            (15, 0, 9, 10),
+            (18, 0, 6, 9),
             Kind.BARS,
-            _RED_FROM_ONE,
+            RED_FROM_ONE,
             no_value=NOT_CHECKED,
             decimals=0,
         ),
-        Panel(
-            "Latent races by hazard",
-            "New latent races per interval.",
-            (Query(_events("latent_races_total", "hazard"), "{{hazard}}"),),
-            Unit.COUNT,
-            (0, 10, 8, 9),
-            Kind.BARS,
-            _ORANGE_FROM_ONE,
-            no_value=NOT_CHECKED,
-            decimals=0,
-        ),
-        Panel(
-            "Pairs checked by hazard",
-            "Pairs checked per second. A hazard without checks is not a safe one.",
-            (Query(_rate("checks_total", "hazard"), "{{hazard}}"),),
-            Unit.PER_SECOND,
-            (8, 10, 8, 9),
-            no_value=NOT_CHECKED,
-        ),
-        Panel(
-            "Hazards watched",
-            "Whether the records that show a hazard are captured on every selected rank. "
-            "NOT OBSERVABLE means it cannot be seen, not that it is absent.",
-            (Query(f"min by (hazard) ({series('hazard_observable')})", "{{hazard}}"),),
-            Unit.TEXT,
-            (16, 10, 8, 9),
-            Kind.BAR_GAUGE,
-            (Step(None, "orange"), Step(1, "green")),
-            (Shown(0, "NOT OBSERVABLE", "orange"), Shown(1, "watched", "green")),
-            no_value=NOT_CHECKED,
-        ),
+        _BY_RANK,
     ),
 )
+
+_RESTORE: Final = 'op="restore"'
+
+
+def _of_load_back(name: str) -> str:
+    return share(rate(name, "", _RESTORE), rate("op_seconds_sum", "", _RESTORE))
+
 
 _COST: Final = Row(
     "What does safety cost?",
     (
         Panel(
-            "Avoidable share, overall",
-            "Part of all fence waits since start that waiting for the conflicting operations only would have saved.",
-            (Query(_share(_total("fence_avoidable_seconds_sum"), _total("fence_wait_seconds_sum"))),),
+            "Fence wait share",
+            "Part of the time from a load-back's submission to its end that was fence wait, since start.",
+            (Query(share(total("fence_wait_seconds_sum", _RESTORE), total("op_seconds_sum", _RESTORE))),),
             Unit.SHARE,
             (0, 0, 4, 4),
             Kind.STAT,
-            (_GREEN, Step(0.5, "yellow")),
-            no_value="No fence wait",
+            (GREEN, Step(0.5, "yellow")),
             decimals=1,
+            links=(runbook("HiCacheFenceShare"),),
         ),
         Panel(
-            "Fence share, overall",
-            "Part of the time spent in transfers since start that was fence wait.",
-            (Query(_share(_total("fence_wait_seconds_sum"), _total("op_seconds_sum"))),),
+            "Avoidable share",
+            "Part of the time load-backs took since start that a fence with the exact edges would have saved.",
+            (Query(share(total("fence_avoidable_seconds_sum", _RESTORE), total("op_seconds_sum", _RESTORE))),),
             Unit.SHARE,
             (0, 4, 4, 4),
             Kind.STAT,
-            (_GREEN, Step(0.5, "yellow")),
+            (GREEN, Step(0.25, "yellow")),
             decimals=1,
+            links=(runbook("HiCacheFenceShare"),),
+        ),
+        Panel(
+            "Load-back time that is fence wait",
+            "Fence wait, and the part of it that waiting for the conflicting operations only would have saved, as part "
+            "of load-back time.",
+            (
+                Query(_of_load_back("fence_wait_seconds_sum"), "fence wait"),
+                Query(_of_load_back("fence_avoidable_seconds_sum"), "avoidable"),
+            ),
+            Unit.SHARE,
+            (4, 0, 10, 8),
+            steps=(GREEN, Step(0.5, "yellow")),
         ),
         Panel(
             "Fence wait",
             "Time a transfer's stream stood still for its fence.",
             tuple(
-                Query(_quantile(q, "fence_wait_seconds", by="le, op"), f"{{{{op}}}} p{q * 100:g}") for q in (0.5, 0.99)
+                Query(quantile(q, "fence_wait_seconds", by="le, op"), f"{{{{op}}}} p{q * 100:g}") for q in (0.5, 0.99)
             ),
             Unit.SECONDS,
-            (4, 0, 10, 8),
-        ),
-        Panel(
-            "Avoidable share of fence wait",
-            "Part of the fence wait that waiting for the conflicting operations only would have saved.",
-            (
-                Query(
-                    _share(_rate("fence_avoidable_seconds_sum", "op"), _rate("fence_wait_seconds_sum", "op")),
-                    "{{op}}",
-                ),
-            ),
-            Unit.SHARE,
             (14, 0, 10, 8),
-        ),
-        Panel(
-            "Fence wait share of transfer time",
-            "Part of the time from a transfer's submission to its end that was fence wait.",
-            (Query(_share(_rate("fence_wait_seconds_sum", "op"), _rate("op_seconds_sum", "op")), "{{op}}"),),
-            Unit.SHARE,
-            (0, 8, 8, 8),
-        ),
-        Panel(
-            "Layer wait",
-            "Time a forward round stood still for one layer of a load-back.",
-            tuple(Query(_quantile(q, "layer_wait_seconds"), f"p{q * 100:g}") for q in (0.5, 0.99)),
-            Unit.SECONDS,
-            (8, 8, 8, 8),
-        ),
-        Panel(
-            "Time stood still",
-            "Seconds per second that a stream waited, summed over ranks.",
-            (
-                Query(_rate("fence_wait_seconds_sum", "op"), "{{op}} fence"),
-                Query(_rate("layer_wait_seconds_sum", ""), "layer"),
-            ),
-            Unit.SHARE,
-            (16, 8, 8, 8),
+            exemplars=True,
         ),
     ),
 )
 
-
-def _durations(title: str, op: str, x: int) -> Panel:
-    matcher = f'op="{op}"'
-    return Panel(
-        title,
-        "Submission to end (fence wait included) against the copy alone; the gap is what the copy waited.",
-        tuple(
-            Query(_quantile(q, name, matcher), f"{what} p{q * 100:g}")
-            for name, what in (("op_seconds", "whole"), ("transfer_seconds", "copy"))
-            for q in (0.5, 0.99)
-        ),
-        Unit.SECONDS,
-        (x, 0, 6, 8),
-    )
-
+_KV_POOL: Final = 'pool=~"kv|"'
+"""Older versions have no pool label."""
+# Every TP rank counts the same tokens, so one of them is read.
+_LOADED_BACK: Final = (
+    "max by (cluster, namespace, pod, instance, dp_rank) "
+    f"({sglang('load_back_tokens_total', _KV_POOL, '$__rate_interval')})"
+)
+_PROMPT_TOKENS: Final = sglang("prompt_tokens_total", interval="$__rate_interval")
 
 _TRANSFERS: Final = Row(
     "Transfers",
@@ -293,122 +307,41 @@ _TRANSFERS: Final = Row(
         Panel(
             "Bytes moved",
             "Bytes copied per second, summed over ranks.",
-            (Query(_rate("transfer_bytes_total", "op"), "{{op}}"),),
+            (Query(rate("transfer_bytes_total", "op"), "{{op}}"),),
             Unit.BYTES_PER_SECOND,
             (0, 0, 6, 8),
         ),
         Panel(
-            "Pages moved",
-            "Pages copied per interval, summed over ranks; each counted once, not per layer.",
-            (Query(_events("transfer_pages_total", "op"), "{{op}}"),),
-            Unit.COUNT,
+            "Load-back: whole and copy time",
+            "Submission to end (fence wait included) against the copy alone; the gap is what the copy waited.",
+            tuple(
+                Query(quantile(q, name, _RESTORE), f"{what} p{q * 100:g}")
+                for name, what in (("op_seconds", "whole"), ("transfer_seconds", "copy"))
+                for q in (0.5, 0.99)
+            ),
+            Unit.SECONDS,
             (6, 0, 6, 8),
-            Kind.BARS,
-            decimals=0,
-        ),
-        _durations("Restore: whole and copy time", "restore", 12),
-        _durations("Backup: whole and copy time", "backup", 18),
-        Panel(
-            "Copy bandwidth",
-            "Bytes per second of copy time, fence wait excluded.",
-            (Query(_share(_rate("transfer_bytes_total", "op"), _rate("transfer_seconds_sum", "op")), "{{op}}"),),
-            Unit.BYTES_PER_SECOND,
-            (0, 8, 12, 7),
         ),
         Panel(
-            "Unfenced transfers",
-            "Transfers per interval without a fence and without proof that none was needed.",
-            (Query(_events("unfenced_ops_total", "op"), "{{op}}"),),
-            Unit.COUNT,
-            (12, 8, 12, 7),
-            Kind.BARS,
-            _ORANGE_FROM_ONE,
-            decimals=0,
-        ),
-    ),
-)
-
-_DETECTOR: Final = Row(
-    "Can I trust the detector?",
-    (
-        Panel(
-            "Records analysed",
-            "Records per second, by instance.",
-            (Query(_rate("records_total", "instance"), "{{instance}}"),),
-            Unit.PER_SECOND,
-            (0, 0, 7, 8),
-            no_value=NOT_CHECKED,
-        ),
-        Panel(
-            "Records dropped",
-            "Records lost per interval. What they would have shown is unknown, not clean.",
-            (Query(_events("dropped_records_total", "reason"), "{{reason}}"),),
-            Unit.COUNT,
-            (7, 0, 7, 8),
-            Kind.BARS,
-            _RED_FROM_ONE,
-            no_value=NOT_CHECKED,
-            decimals=0,
-        ),
-        Panel(
-            "Last analysis",
-            "Age of the last analysis on the rank where it is oldest.",
-            (Query(f"max(time() - ({series('last_analysis_timestamp_seconds')} > 0))"),),
+            "Oldest pending transfer",
+            "Age of the transfer that has been under way longest, on any rank.",
+            (Query(f"max by (op) ({series('oldest_pending_seconds')})", "{{op}}"),),
             Unit.SECONDS,
-            (14, 0, 5, 4),
-            Kind.STAT,
-            (_GREEN, Step(60, "yellow"), Step(120, "red")),
-            no_value=NOT_CHECKED,
-            decimals=0,
+            (12, 0, 6, 8),
+            steps=(GREEN, Step(30, "red")),
+            links=(runbook("HiCacheStuckTransfer"),),
         ),
         Panel(
-            "Clock error",
-            "Largest uncertainty of device times on the host clock.",
-            (Query(f"max({series('clock_error_seconds')}) and on () ({_total('records_total')} > 0)"),),
-            Unit.SECONDS,
-            (19, 0, 5, 4),
-            Kind.STAT,
-            (_GREEN, Step(1e-4, "yellow"), Step(1e-3, "red")),
-            no_value=NOT_CHECKED,
-        ),
-        Panel(
-            "Records dropped, overall",
-            "Records lost since start.",
-            (Query(_total_if("records_total", "dropped_records_total")),),
-            Unit.EXACT,
-            (14, 4, 5, 4),
-            Kind.STAT,
-            _RED_FROM_ONE,
-            no_value=NOT_CHECKED,
-            decimals=0,
-        ),
-        Panel(
-            "Version",
-            "hicache-obs version and observed engine.",
-            (Query(f"max by (version, engine) ({series('build_info')})", "{{version}} on {{engine}}"),),
-            Unit.TEXT,
-            (19, 4, 5, 4),
-            Kind.STAT,
-            _NEUTRAL,
-            no_value="Not running",
-            name_only=True,
-        ),
-        Panel(
-            "Overhead",
-            "Host time spent by hicache-obs itself, as part of one core.",
-            (Query(_rate("overhead_seconds_total", "phase"), "{{phase}}"),),
+            "Cache hits and load-back (SGLang)",
+            "SGLang's cache hit rate, and the share of prompt tokens that were loaded back from host memory. "
+            "Needs SGLang's own metrics in the same Prometheus.",
+            (
+                Query(f"avg({sglang('cache_hit_rate')})", "cache hit rate"),
+                Query(share(f"sum({_LOADED_BACK})", f"sum({_PROMPT_TOKENS})"), "loaded back"),
+            ),
             Unit.SHARE,
-            (0, 8, 12, 7),
-        ),
-        Panel(
-            "Weak orderings",
-            "Pairs per interval that only something weaker than a fence orders.",
-            (Query(_events("weak_orderings_total", "provenance"), "{{provenance}}"),),
-            Unit.COUNT,
-            (12, 8, 12, 7),
-            Kind.BARS,
-            no_value=NOT_CHECKED,
-            decimals=0,
+            (18, 0, 6, 8),
+            no_value="No SGLang metrics",
         ),
     ),
 )
@@ -417,5 +350,5 @@ OVERVIEW: Final = Board(
     uid="hicache-obs-overview",
     title="HiCache ordering: overview",
     description="Whether restored KV-cache pages were raced by the forward pass, and what avoiding it costs.",
-    rows=(_SAFE, _COST, _TRANSFERS, _DETECTOR),
+    rows=(_SAFE, _COST, _TRANSFERS),
 )

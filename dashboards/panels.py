@@ -1,29 +1,13 @@
-"""Grafana's dashboard JSON from a few records: boards, rows, panels, variables.
-
-Every query is built by ``series``, which refuses a name that is not in the metric catalogue and adds the
-dashboard's variables.
-"""
+"""What a board is made of: rows, panels, columns, thresholds. Data only; ``grafana`` turns it into Grafana's JSON."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX
-
-Json = dict[str, object]
-
-GRID_COLUMNS: Final = 24
-SCHEMA_VERSION: Final = 41
-"""Grafana 11.6; newer ones migrate it."""
 NOT_CHECKED: Final = "NOT CHECKED"
 NO_TRAFFIC: Final = "No traffic"
-
-_SELECTOR: Final = 'job=~"$job",instance=~"$instance",tp_rank=~"$tp_rank"'
-_DATASOURCE: Final[Json] = {"type": "prometheus", "uid": "${datasource}"}
-_SERIES: Final = {name: row.name for row in CATALOGUE for name in row.series_names}
 
 
 class Kind(str, enum.Enum):
@@ -34,6 +18,13 @@ class Kind(str, enum.Enum):
     BARS = "bars"
     """A ``timeseries`` panel that draws bars: for counts per interval, so that 0 draws nothing."""
     BAR_GAUGE = "bargauge"
+    TABLE = "table"
+    """One row per rank (or per hazard), one column per query."""
+
+    @property
+    def graph(self) -> bool:
+        """Draws values over time."""
+        return self in (Kind.LINES, Kind.BARS)
 
 
 class Unit(str, enum.Enum):
@@ -49,16 +40,17 @@ class Unit(str, enum.Enum):
     TEXT = "none"
 
 
-_QUIET_AXIS: Final = {Unit.COUNT: 1, Unit.SHARE: 0.01}
+QUIET_AXIS: Final = {Unit.COUNT: 1, Unit.SHARE: 0.01}
 """How far an axis reaches at least; without it, all zeros are drawn on an axis up to 100."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One expression of a panel and how its series are named."""
+    """One expression of a panel, and how its series are named and coloured (empty: by the palette)."""
 
     expr: str
     legend: str = ""
+    color: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +70,43 @@ class Shown:
     color: str
 
 
+GREEN: Final = Step(None, "green")
+NEUTRAL: Final = (Step(None, "blue"),)
+RED_FROM_ONE: Final = (GREEN, Step(1, "red"))
+ORANGE_FROM_ONE: Final = (GREEN, Step(1, "orange"))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One value column of a table.
+
+    Attributes:
+        title: Heading.
+        unit: Unit of the values.
+        steps: Thresholds; with more than one step the cell takes their colour.
+        words: Values shown as words.
+        decimals: Fixed number of decimals.
+        width: Pixels.
+    """
+
+    title: str
+    unit: Unit
+    steps: tuple[Step, ...] = NEUTRAL
+    words: tuple[Shown, ...] = ()
+    decimals: int | None = None
+    width: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where a panel, or a label's cell in a table, leads to."""
+
+    title: str
+    url: str
+    label: str = ""
+    """Table only: the label whose cells carry the link."""
+
+
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One panel.
@@ -94,6 +123,10 @@ class Panel:
         no_value: Text when the query returns nothing.
         decimals: Fixed number of decimals.
         name_only: Show the series' name instead of its value.
+        exemplars: Ask for exemplars, the dots that lead to a trace.
+        links: Where the panel leads to.
+        labels: Table only: (label, heading, pixels) left to right, before the value columns; other labels are left out.
+        columns: Table only: one per query; the first sorts the rows, highest on top.
     """
 
     title: str
@@ -102,11 +135,15 @@ class Panel:
     unit: Unit
     grid: tuple[int, int, int, int]
     kind: Kind = Kind.LINES
-    steps: tuple[Step, ...] = (Step(None, "green"),)
+    steps: tuple[Step, ...] = (GREEN,)
     words: tuple[Shown, ...] = ()
     no_value: str = NO_TRAFFIC
     decimals: int | None = None
     name_only: bool = False
+    exemplars: bool = False
+    links: tuple[Link, ...] = ()
+    labels: tuple[tuple[str, str, int], ...] = ()
+    columns: tuple[Column, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,222 +165,6 @@ class Board:
     tags: tuple[str, ...] = field(default=("hicache-obs",))
 
 
-def series(name: str, matchers: str = "") -> str:
-    """Selector of our series ``name`` (prefix left out) under the dashboard's variables.
-
-    Raises:
-        KeyError: The catalogue has no such series.
-    """
-    full = PREFIX + name
-    _ = _SERIES[full]
-    return f"{full}{{{_SELECTOR}{',' if matchers else ''}{matchers}}}"
-
-
-def metrics_in(exprs: Sequence[str]) -> list[str]:
-    """Catalogue names used in ``exprs``, in catalogue order, ``_bucket``, ``_sum`` and ``_count`` folded."""
-    text = " ".join(exprs)
-    return [row.name for row in CATALOGUE if any(name + "{" in text for name in row.series_names)]
-
-
-def dashboard(board: Board) -> Json:
-    """Grafana's JSON of ``board``."""
-    return {
-        "uid": board.uid,
-        "title": board.title,
-        "description": board.description,
-        "tags": list(board.tags),
-        "schemaVersion": SCHEMA_VERSION,
-        "editable": False,
-        "graphTooltip": 1,
-        "refresh": "30s",
-        "time": {"from": "now-1h", "to": "now"},
-        "timezone": "browser",
-        "links": [_link(board.tags)],
-        "annotations": {"list": []},
-        "templating": {"list": _variables()},
-        "panels": _placed(board.rows),
-    }
-
-
-def _placed(rows: Sequence[Row]) -> list[Json]:
-    """All rows and panels, top to bottom, with their ids and absolute places."""
-    placed: list[Json] = []
-    top = 0
-    for row in rows:
-        place = {"x": 0, "y": top, "w": GRID_COLUMNS, "h": 1}
-        heading: Json = {
-            "type": "row",
-            "title": row.title,
-            "collapsed": False,
-            "panels": [],
-            "gridPos": place,
-        }
-        placed.append({"id": len(placed) + 1, **heading})
-        top += 1
-        for panel in row.panels:
-            x, y, width, height = panel.grid
-            place = {"x": x, "y": top + y, "w": width, "h": height}
-            placed.append({"id": len(placed) + 1, "gridPos": place, **_panel(panel)})
-        top += max(panel.grid[1] + panel.grid[3] for panel in row.panels)
-    return placed
-
-
-def _panel(panel: Panel) -> Json:
-    used = metrics_in([query.expr for query in panel.queries])
-    names = ", ".join(f"`{name}`" for name in used)
-    graph = panel.kind in (Kind.LINES, Kind.BARS)
-    return {
-        "type": "timeseries" if graph else panel.kind.value,
-        "title": panel.title,
-        "description": f"{panel.text} {'Metric' if len(used) == 1 else 'Metrics'}: {names}",
-        "datasource": _DATASOURCE,
-        "targets": [_target(query, chr(ord("A") + i), graph) for i, query in enumerate(panel.queries)],
-        "fieldConfig": {"defaults": _defaults(panel), "overrides": []},
-        "options": _options(panel),
-    }
-
-
-def _target(query: Query, ref: str, graph: bool) -> Json:
-    return {
-        "refId": ref,
-        "datasource": _DATASOURCE,
-        "editorMode": "code",
-        "expr": query.expr,
-        "legendFormat": query.legend or "__auto",
-        "range": graph,
-        "instant": not graph,
-    }
-
-
-def _defaults(panel: Panel) -> Json:
-    graph = panel.kind in (Kind.LINES, Kind.BARS)
-    defaults: Json = {
-        "unit": panel.unit.value,
-        "noValue": panel.no_value,
-        "color": {"mode": "palette-classic" if graph else "thresholds"},
-        "thresholds": {
-            "mode": "absolute",
-            "steps": [{"value": step.value, "color": step.color} for step in panel.steps],
-        },
-        "mappings": _mappings(panel.words),
-    }
-    if panel.decimals is not None:
-        defaults["decimals"] = panel.decimals
-    if graph:
-        defaults["min"] = 0
-        defaults["custom"] = _drawing(panel)
-    if panel.kind is Kind.BAR_GAUGE:
-        defaults["min"], defaults["max"] = 0, 1
-    return defaults
-
-
-def _drawing(panel: Panel) -> Json:
-    bars = panel.kind is Kind.BARS
-    drawing: Json = {
-        "drawStyle": "bars" if bars else "line",
-        "lineWidth": 0 if bars else 1,
-        "fillOpacity": 80 if bars else 10,
-        "showPoints": "never" if bars else "auto",
-        "spanNulls": False,
-        "stacking": {"mode": "normal" if bars else "none", "group": "A"},
-    }
-    if panel.unit in _QUIET_AXIS:
-        drawing["axisSoftMax"] = _QUIET_AXIS[panel.unit]
-    return drawing
-
-
-def _mappings(words: Sequence[Shown]) -> list[Json]:
-    if not words:
-        return []
-    options = {
-        str(word.value): {"text": word.text, "color": word.color, "index": index} for index, word in enumerate(words)
-    }
-    return [{"type": "value", "options": options}]
-
-
-def _options(panel: Panel) -> Json:
-    reduce_options = {"calcs": ["lastNotNull"], "fields": "", "values": False}
-    if panel.kind is Kind.STAT:
-        return {
-            "reduceOptions": reduce_options,
-            "colorMode": "background",
-            "graphMode": "none",
-            "justifyMode": "auto",
-            "orientation": "auto",
-            "textMode": "name" if panel.name_only else "value",
-        }
-    if panel.kind is Kind.BAR_GAUGE:
-        return {
-            "reduceOptions": reduce_options,
-            "displayMode": "basic",
-            "orientation": "horizontal",
-            "showUnfilled": True,
-            "valueMode": "color",
-            "minVizHeight": 10,
-            "minVizWidth": 0,
-        }
-    return {
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
-        "tooltip": {"mode": "multi", "sort": "desc"},
-    }
-
-
-def _variables() -> list[Json]:
-    """Data source; then job, instance, rank, each asked of our own metric and narrowed by those before."""
-    source = f"{PREFIX}build_info"
-    datasource: Json = {
-        "name": "datasource",
-        "label": "Data source",
-        "type": "datasource",
-        "query": "prometheus",
-        "current": {},
-        "options": [],
-        "refresh": 1,
-        "regex": "",
-        "hide": 0,
-        "includeAll": False,
-        "multi": False,
-    }
-    asked = {
-        "job": f"label_values({source}, job)",
-        "instance": f'label_values({source}{{job=~"$job"}}, instance)',
-        "tp_rank": f'label_values({source}{{job=~"$job",instance=~"$instance"}}, tp_rank)',
-    }
-    labels = {"job": "Job", "instance": "Instance", "tp_rank": "TP rank"}
-    return [datasource, *(_query_variable(name, labels[name], query) for name, query in asked.items())]
-
-
-def _query_variable(name: str, label: str, query: str) -> Json:
-    return {
-        "name": name,
-        "label": label,
-        "type": "query",
-        "datasource": _DATASOURCE,
-        "definition": query,
-        "query": {"query": query, "refId": f"variable-{name}"},
-        "refresh": 2,
-        "sort": 3 if name == "tp_rank" else 1,
-        "multi": True,
-        "includeAll": True,
-        "allValue": ".*",
-        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
-        "options": [],
-        "regex": "",
-        "hide": 0,
-    }
-
-
-def _link(tags: Sequence[str]) -> Mapping[str, object]:
-    """A menu of the other boards, keeping time range and variables."""
-    return {
-        "title": "hicache-obs",
-        "type": "dashboards",
-        "tags": list(tags),
-        "asDropdown": True,
-        "includeVars": True,
-        "keepTime": True,
-        "targetBlank": False,
-        "icon": "external link",
-        "url": "",
-        "tooltip": "",
-    }
+def runbook(alert: str) -> Link:
+    """The runbook page of ``alert``; the dashboard's hidden variable says where the pages are served."""
+    return Link(f"Runbook: {alert}", f"${{runbooks}}/{alert}.md")

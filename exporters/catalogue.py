@@ -304,6 +304,22 @@ CATALOGUE: Final[tuple[MetricRow, ...]] = (
         "How long does the copy itself take?",
         "First copy's start to last copy's end of a transfer, fence wait excluded.",
     ),
+    _gauge(
+        "pending_transfers",
+        "transfers",
+        (OP,),
+        "set_pending",
+        "Is a transfer stuck? Steady growth means that it is.",
+        "Transfers submitted whose last copy is not known to have ended.",
+    ),
+    _gauge(
+        "oldest_pending_seconds",
+        "seconds",
+        (OP,),
+        "set_pending",
+        "For how long has the oldest transfer been under way?",
+        "Time since the oldest pending transfer was submitted, 0 without one.",
+    ),
     _counter(
         "overhead_seconds_total",
         "seconds",

@@ -227,6 +227,12 @@ class Metrics:
         """State the half width of the uncertainty of ``rank``'s device times."""
         self.rank(rank).gauge("clock_error_seconds").set(error_ns)
 
+    def set_pending(self, kind: TransferKind, transfers: int, oldest_ns: int, rank: Ranks = ONLY_RANK) -> None:
+        """State how many of ``rank``'s transfers are under way, and for how long the oldest of them is."""
+        children = self.rank(rank)
+        children.gauge("pending_transfers", kind.value).set(transfers)
+        children.gauge("oldest_pending_seconds", kind.value).set(oldest_ns)
+
     def add_overhead(self, phase: Phase, duration_ns: int, rank: Ranks = ONLY_RANK) -> None:
         """Account ``duration_ns`` of host time to ``phase``; on the thread that feeds ``rank``."""
         self.rank(rank).counter("overhead_seconds_total", phase.value).add(duration_ns)

@@ -69,6 +69,21 @@ class TransferCost:
     fenced: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PendingTransfers:
+    """Transfers of one direction that were submitted and are not known to have ended.
+
+    Attributes:
+        kind: Direction.
+        transfers: How many.
+        oldest_ns: When the oldest of them was submitted, on the trace's host clock; ``None`` without one.
+    """
+
+    kind: TransferKind
+    transfers: int
+    oldest_ns: int | None
+
+
 class AnalysisSink(Protocol):
     """Receives what the analyzer finds, in analysis order, on the thread that feeds the analyzer."""
 

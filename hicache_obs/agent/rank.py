@@ -166,6 +166,7 @@ class RankReader:
             self._problems.note(RingProblem.UNREADABLE, str(error))
         except Exception as error:  # noqa: BLE001 see step
             self._fail(error)
+        self._show_pending()
 
     def leave(self) -> None:
         """The agent ends, the writer does not. With a journal the next agent goes on; without, open pairs end here."""
@@ -193,6 +194,16 @@ class RankReader:
         self._metrics.set_clock_error(self._pipeline.clock_error_ns, self.rank)
         if seen is not None:
             self._metrics.set_observable(seen, self.rank)
+        self._show_pending()
+
+    def _show_pending(self) -> None:
+        """Transfers under way, as far as they are followed: none of a rank that is not judged any more."""
+        now_ns, judging = time.time_ns(), self._pipeline.judging
+        for pending in self._pipeline.analyzer.pending_transfers():
+            age_ns = 0
+            if judging and pending.oldest_ns is not None:
+                age_ns = max(0, now_ns - self.reader.info.to_wall_ns(pending.oldest_ns))
+            self._metrics.set_pending(pending.kind, pending.transfers if judging else 0, _stored(age_ns), self.rank)
 
     def _fail(self, error: Exception) -> None:
         self.blind = True

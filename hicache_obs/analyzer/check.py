@@ -24,7 +24,7 @@ from hicache_obs.analyzer.ownership import Ownership
 from hicache_obs.analyzer.shadow import Conflict, Label, Lookup, Operation, Shadow
 from hicache_obs.analyzer.taint import Taint
 from hicache_obs.analyzer.verdicts import Pair, Verdicts
-from hicache_obs.costs import AnalysisSink
+from hicache_obs.costs import AnalysisSink, PendingTransfers
 from hicache_obs.findings import (
     BlastRadius,
     Hazard,
@@ -197,6 +197,10 @@ class Analyzer:
         Every pair has its radius from its later operation on; a fingerprint once its findings are reported.
         """
         return self._taint.radius(race)
+
+    def pending_transfers(self) -> tuple[PendingTransfers, ...]:
+        """Transfers that were submitted and are not known to have ended, one entry per direction."""
+        return self._meter.pending()
 
     def feed(self, records: Iterable[Record]) -> int:
         """Analyse ``records``; returns how many there were."""

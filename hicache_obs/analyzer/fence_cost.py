@@ -14,7 +14,7 @@ from typing import Final
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Snapshot
 from hicache_obs.analyzer.shadow import Operation
-from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost, TransferKind
+from hicache_obs.costs import AnalysisSink, FenceCost, PendingTransfers, TransferCost, TransferKind
 from hicache_obs.findings import Hazard
 from hicache_obs.records import (
     NO_OP,
@@ -95,6 +95,15 @@ class _Transfer(Struct, eq=False):
     @property
     def fences(self) -> list[_Wait]:
         return [wait for wait in self.waits if wait.purpose in FENCES]
+
+    @property
+    def submitted_ns(self) -> int:
+        return min([self.first.issued_ns, *(wait.issued_ns for wait in self.waits)])
+
+    @property
+    def ended(self) -> bool:
+        """Every copy so far has its times, and no layer is known to be missing."""
+        return not self.untimed and self.layers >= self.whole
 
 
 class FenceMeter:
@@ -183,7 +192,7 @@ class FenceMeter:
         if transfer is None:
             return
         transfer.untimed -= 1
-        if not transfer.untimed and transfer.whole and transfer.layers >= transfer.whole:
+        if transfer.whole and transfer.ended:
             self._complete(transfer)
 
     def bound(self) -> None:
@@ -193,6 +202,14 @@ class FenceMeter:
         for key in list(islice(self._transfers, max(0, len(self._transfers) - MAX_TRANSFERS))):
             for op in self._transfers.pop(key).ops:
                 self._of_copy.pop(op, None)
+
+    def pending(self) -> tuple[PendingTransfers, ...]:
+        """Transfers under way, one entry per direction."""
+        under_way: dict[TransferKind, list[int]] = {kind: [] for kind in TransferKind}
+        for transfer in self._transfers.values():
+            if not transfer.ended:
+                under_way[transfer.kind].append(transfer.submitted_ns)
+        return tuple(PendingTransfers(kind, len(ns), min(ns, default=None)) for kind, ns in under_way.items())
 
     def finish(self) -> None:
         """The trace is over: measure transfers of pools whose layer count was never declared."""
@@ -211,13 +228,12 @@ class FenceMeter:
         first, last = transfer.first, transfer.last
         if first.start_ns is None or last.end_ns is None:
             return
-        submitted = min([first.issued_ns, *(wait.issued_ns for wait in transfer.waits)])
         self._sink.on_transfer(
             TransferCost(
                 kind=transfer.kind,
                 transfer=transfer.number,
                 copy_ns=last.end_ns - first.start_ns,
-                op_ns=last.end_ns - submitted,
+                op_ns=last.end_ns - transfer.submitted_ns,
                 size_bytes=transfer.size_bytes,
                 pages=transfer.pages,
                 fenced=bool(transfer.fences) or not transfer.unordered,

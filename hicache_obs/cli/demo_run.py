@@ -343,7 +343,7 @@ class DemoRun:
                 RankPipeline(reader, analyzer, journal=writer),
                 resolve=recorder.resolve,
                 period_s=self._poll_s,
-                on_spent=self._account(recorder, bare),
+                on_spent=self._account(recorder, bare, analyzer),
             )
             try:
                 yield engine, agent, analyzer
@@ -351,8 +351,8 @@ class DemoRun:
                 ring.close()
                 reader.close()
 
-    def _account(self, recorder: Recorder, bare: Device) -> Callable[[int, int], None] | None:
-        """``Agent(on_spent=)`` that tells the metrics what watching costs and how exact device times are."""
+    def _account(self, recorder: Recorder, bare: Device, analyzer: Analyzer) -> Callable[[int, int], None] | None:
+        """``Agent(on_spent=)`` that tells the metrics what watching costs, how exact times are, what is pending."""
         metrics = self._metrics
         if metrics is None:
             return None
@@ -366,6 +366,9 @@ class DemoRun:
             metrics.add_overhead(Phase.RESOLVE, resolve_ns)
             metrics.add_overhead(Phase.ANALYZE, analyze_ns)
             metrics.set_clock_error(bare.clock_error_ns)
+            for pending in analyzer.pending_transfers():
+                age_ns = 0 if pending.oldest_ns is None else max(0, bare.host_ns() - pending.oldest_ns)
+                metrics.set_pending(pending.kind, pending.transfers, age_ns)
 
         return account
 

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from hicache_obs.agent import rank as rank_module
@@ -479,3 +480,22 @@ def test_no_bytes_of_a_slot_end_the_agent(node, ring, rings, round_of, fill, val
     fill(ring(1), round_of(1))
     agent.cycle(budget_s=9, look=True)
     assert value(metrics, "records_total", tp_rank="1") == 3
+
+
+def test_a_transfer_without_times_is_pending_until_its_process_ends(node, ring, round_of, fill, value):
+    """The pool's layers are not declared, so times end it. Submitted a moment ago, not at the clock's beginning."""
+    agent, metrics = node()
+    writer = ring()
+    now_ns = time.monotonic_ns()
+    fill(writer, [msgspec.structs.replace(record, host_ns=now_ns) for record in round_of(1)])
+    agent.cycle(budget_s=10)
+    during = {op: value(metrics, "pending_transfers", op=op) for op in ("restore", "backup")}
+    age_s = value(metrics, "oldest_pending_seconds", op="restore")
+
+    writer.close()
+    agent.cycle(budget_s=10, look=True)
+
+    assert during == {"restore": 1, "backup": 0}
+    assert 0 < age_s < 60
+    assert value(metrics, "pending_transfers", op="restore") == 0
+    assert value(metrics, "oldest_pending_seconds", op="restore") == 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hicache_obs.analyzer import Analyzer
-from hicache_obs.costs import FenceCost, TransferKind
+from hicache_obs.costs import FenceCost, PendingTransfers, TransferKind
 from hicache_obs.findings import Hazard
 from hicache_obs.records import (
     Define,
@@ -180,3 +180,24 @@ def test_a_transfer_is_as_deep_as_its_own_pool() -> None:
         analyzer.feed([copy, Times(OpId(layer), ThreadId(0), 0, 100 + layer, 101 + layer)])
 
         assert len(sink.transfers) == done
+
+
+@pytest.mark.parametrize(
+    ("copy", "after"),
+    [
+        pytest.param("L:w5@0-1", PendingTransfers(TransferKind.RESTORE, 0, None), id="all layers"),
+        pytest.param("L:w5@0", PendingTransfers(TransferKind.RESTORE, 1, 1000), id="a layer is missing"),
+    ],
+)
+def test_a_transfer_is_pending_from_its_fence_until_its_last_layer_ended(copy: str, after: PendingTransfers) -> None:
+    """The fence at 1,000 ns begins it; the pool has two layers."""
+    analyzer = Analyzer(RecordingSink())
+    analyzer.feed([Define(OpId(-1), ThreadId(0), 0, space=DefineSpace.POOL, id=0, text="kv", value=2)])
+    no_backup = PendingTransfers(TransferKind.BACKUP, 0, None)
+    assert analyzer.pending_transfers() == (PendingTransfers(TransferKind.RESTORE, 0, None), no_backup)
+
+    analyzer.feed(History(f"F:w5 L<<F {copy}").records)
+    assert analyzer.pending_transfers() == (PendingTransfers(TransferKind.RESTORE, 1, 1000), no_backup)
+
+    analyzer.feed([Times(OpId(2), ThreadId(0), 0, 3000, 4000)])
+    assert analyzer.pending_transfers() == (after, no_backup)

@@ -44,15 +44,19 @@ export const standardEditors = () =>
     'field-name', 'timezone', 'links', 'slider', 'mappings', 'thresholds', 'fieldColor', 'multi-field-name',
   ].map((id) => ({ id, name: id, editor: nothing }));
 
+const custom = (paths) => ({
+  useCustomConfig: (builder) => {
+    for (const path of paths) {
+      builder.addCustomEditor({ ...option(path), path });
+    }
+  },
+});
+
+export const tableFields = custom(['width', 'minWidth', 'align', 'cellOptions', 'hidden', 'inspect', 'filterable']);
+
 const drawing = ['drawStyle', 'lineInterpolation', 'lineWidth', 'fillOpacity', 'gradientMode', 'lineStyle',
   'spanNulls', 'showPoints', 'pointSize', 'stacking', 'axisPlacement', 'axisLabel', 'axisWidth', 'axisColorMode',
   'axisBorderShow', 'axisGridShow', 'axisSoftMin', 'axisSoftMax', 'axisCenteredZero', 'scaleDistribution',
   'hideFrom', 'thresholdsStyle', 'barAlignment', 'barWidthFactor', 'insertNulls', 'transform', 'showValues'];
 
-export const timeseriesFields = {
-  useCustomConfig: (builder) => {
-    for (const path of drawing) {
-      builder.addCustomEditor({ ...option(path), path });
-    }
-  },
-};
+export const timeseriesFields = custom(drawing);

@@ -1,4 +1,4 @@
-// Draws /dashboard.json with @grafana/scenes. Errors collect in window.errors, queries in window.queries.
+// Draws /board.json with @grafana/scenes. Errors collect in window.errors, queries in window.queries.
 import {
   EventBusSrv,
   LoadingState,
@@ -6,6 +6,8 @@ import {
   ThemeContext,
   standardEditorsRegistry,
   standardFieldConfigEditorRegistry,
+  standardTransformers,
+  standardTransformersRegistry,
 } from '@grafana/data';
 import { initPluginTranslations } from '@grafana/i18n';
 import * as runtime from '@grafana/runtime';
@@ -38,6 +40,7 @@ const settings = {
   readOnly: true,
 };
 const source = new Prometheus(settings);
+const parameters = new URLSearchParams(location.search);
 const DATASOURCE = { uid: 'prom', type: 'prometheus' };
 let scene;
 
@@ -46,6 +49,14 @@ function setUpRuntime() {
   runtime.config.featureToggles ??= {};
   standardEditorsRegistry.setInit(standardEditors);
   standardFieldConfigEditorRegistry.setInit(standardFields);
+  standardTransformersRegistry.setInit(() =>
+    [standardTransformers.mergeTransformer, standardTransformers.organizeFieldsTransformer].map((transformation) => ({
+      id: transformation.id,
+      name: transformation.name,
+      transformation: async () => transformation,
+      editor: () => null,
+    }))
+  );
   runtime.setDataSourceSrv({
     get: async () => source,
     getList: () => [settings],
@@ -85,6 +96,9 @@ function variable(v) {
     const chosen = { value: 'prom', text: 'Prometheus' };
     return new scenes.DataSourceVariable({ name: v.name, label: v.label, pluginId: v.query, ...chosen });
   }
+  if (v.type === 'textbox') {
+    return new scenes.TextBoxVariable({ name: v.name, value: v.query, hide: v.hide });
+  }
   return new scenes.QueryVariable({
     name: v.name,
     label: v.label,
@@ -102,6 +116,12 @@ function place(panel) {
     return new scenes.SceneGridRow({ title: panel.title, y: panel.gridPos.y, isCollapsible: true, children: [] });
   }
   const { x, y, w, h } = panel.gridPos;
+  const queries = new scenes.SceneQueryRunner({
+    datasource: DATASOURCE,
+    queries: panel.targets,
+    maxDataPoints: 300,
+    minInterval: '1s',
+  });
   return new scenes.SceneGridItem({
     x,
     y,
@@ -113,20 +133,17 @@ function place(panel) {
       pluginId: panel.type,
       options: panel.options,
       fieldConfig: panel.fieldConfig,
-      $data: new scenes.SceneQueryRunner({
-        datasource: DATASOURCE,
-        queries: panel.targets,
-        maxDataPoints: 300,
-        minInterval: '1s',
-      }),
+      $data: panel.transformations
+        ? new scenes.SceneDataTransformer({ $data: queries, transformations: panel.transformations })
+        : queries,
     }),
   });
 }
 
 function build(board) {
-  const range = new URLSearchParams(location.search).get('from') ?? board.time.from;
+  const { from = board.time.from, to = board.time.to } = Object.fromEntries(parameters);
   return new scenes.EmbeddedScene({
-    $timeRange: new scenes.SceneTimeRange({ from: range, to: board.time.to, timeZone: 'utc' }),
+    $timeRange: new scenes.SceneTimeRange({ from, to, timeZone: 'utc' }),
     $variables: new scenes.SceneVariableSet({ variables: board.templating.list.map(variable) }),
     controls: [
       new scenes.VariableValueSelectors({}),
@@ -154,7 +171,7 @@ async function main() {
   setUpRuntime();
   await initPluginTranslations('grafana-ui', []);
   await initPluginTranslations('grafana-scenes', []);
-  const response = await fetch('/dashboard.json');
+  const response = await fetch('/board.json');
   scene = build(await response.json());
   createRoot(document.getElementById('root')).render(
     <Boundary>

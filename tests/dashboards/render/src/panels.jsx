@@ -1,9 +1,10 @@
 // Panel plugins live in Grafana's core; these put its published components into their place.
-import { PanelPlugin, getDisplayProcessor } from '@grafana/data';
+import { FieldType, PanelPlugin, cacheFieldDisplayNames, getDisplayProcessor } from '@grafana/data';
 import { BarGauge, BigValue, TimeSeries } from '@grafana/ui';
+import { TableNG } from '@grafana/ui/unstable';
 import React from 'react';
 
-import { timeseriesFields } from './fields.js';
+import { tableFields, timeseriesFields } from './fields.js';
 
 const NO_LEGEND = { showLegend: true, displayMode: 'list', placement: 'bottom', calcs: [] };
 
@@ -15,12 +16,22 @@ function shown(frame, theme) {
 
 const Nothing = ({ text }) => <div style={{ padding: 20, fontSize: 24 }}>{text ?? 'No data'}</div>;
 
+// As in Grafana's core: a quantile of nothing is NaN, and is drawn as a gap.
+const gaps = (frame) => ({
+  ...frame,
+  fields: frame.fields.map((field) =>
+    field.type === FieldType.number
+      ? { ...field, values: field.values.map((value) => (Number.isFinite(value) ? value : null)) }
+      : field
+  ),
+});
+
 const Lines = ({ data, width, height, timeRange, options, fieldConfig }) =>
   data.series.length === 0 ? (
     <Nothing text={fieldConfig.defaults.noValue} />
   ) : (
     <TimeSeries
-      frames={data.series}
+      frames={data.series.map(gaps)}
       structureRev={data.structureRev}
       timeRange={timeRange}
       timeZone="utc"
@@ -83,10 +94,31 @@ const bars = (theme) => ({ data, width, height, options, fieldConfig }) =>
     </div>
   );
 
+const Rows = ({ data, width, height, options, fieldConfig }) => {
+  cacheFieldDisplayNames(data.series);
+  return data.series.length === 0 || data.series[0].length === 0 ? (
+    <Nothing text={fieldConfig.defaults.noValue} />
+  ) : (
+    <TableNG
+      data={data.series[0]}
+      width={width}
+      height={height}
+      cellHeight={options.cellHeight}
+      sortBy={options.sortBy}
+      fieldConfig={fieldConfig}
+      structureRev={data.structureRev}
+      timeRange={data.timeRange}
+      getActions={() => []}
+      sortByBehavior="initial"
+    />
+  );
+};
+
 export function plugins(theme) {
   const made = {
     timeseries: new PanelPlugin(Lines).useFieldConfig(timeseriesFields),
     stat: new PanelPlugin(stat(theme)).useFieldConfig({}),
+    table: new PanelPlugin(Rows).useFieldConfig(tableFields),
     bargauge: new PanelPlugin(bars(theme)).useFieldConfig({}),
   };
   for (const [id, plugin] of Object.entries(made)) {

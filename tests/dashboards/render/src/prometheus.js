@@ -3,7 +3,7 @@ import { DataSourceApi, FieldType, toDataFrame } from '@grafana/data';
 import { getTemplateSrv } from '@grafana/runtime';
 import { from } from 'rxjs';
 
-const SCRAPE_SECONDS = 1;
+const SCRAPE_SECONDS = Number(new URLSearchParams(location.search).get('scrape') ?? 1);
 
 window.queries = [];
 
@@ -20,6 +20,20 @@ function legend(format, labels) {
   return format && format !== '__auto'
     ? format.replace(/\{\{\s*(\w+)\s*\}\}/g, (_, name) => labels[name] ?? '')
     : JSON.stringify(labels);
+}
+
+// One frame, one row per series, one column per label: what Grafana's own data source makes of format "table".
+function table(refId, queries, result) {
+  const names = [...new Set(result.flatMap(({ metric }) => Object.keys(metric)))];
+  const text = (name) => ({ name, type: FieldType.string, values: result.map(({ metric }) => metric[name]), config: {} });
+  const time = { name: 'Time', type: FieldType.time, values: result.map(({ value }) => value[0] * 1000), config: {} };
+  const value = {
+    name: queries > 1 ? `Value #${refId}` : 'Value',
+    type: FieldType.number,
+    values: result.map((one) => parseFloat(one.value[1])),
+    config: {},
+  };
+  return toDataFrame({ refId, fields: [time, ...names.map(text), value] });
 }
 
 export class Prometheus extends DataSourceApi {
@@ -39,13 +53,16 @@ export class Prometheus extends DataSourceApi {
     const macro = (seconds) => ({ value: `${seconds}s`, text: `${seconds}s` });
     const query = getTemplateSrv().replace(target.expr, {
       ...request.scopedVars,
-      __rate_interval: macro(Math.max(4 * SCRAPE_SECONDS, step + SCRAPE_SECONDS)),
+      __rate_interval: macro(Math.ceil(Math.max(4 * SCRAPE_SECONDS, step + SCRAPE_SECONDS))),
       __range: macro(Math.round(end - start)),
     });
     const data = target.instant
       ? await ask('query', { query, time: end })
       : await ask('query_range', { query, start, end, step });
     window.queries.push({ query, results: data.result.length });
+    if (target.format === 'table') {
+      return [table(target.refId, request.targets.length, data.result)];
+    }
     return data.result.map(({ metric, values, value }) => {
       const points = values ?? [value];
       const name = legend(target.legendFormat, metric);
