@@ -49,9 +49,10 @@ OBSERVABLE: Final = (
     Hazard.WAR_BACKUP_FORWARD,
     Hazard.HOST_REUSE,
     Hazard.METADATA_WAR,
+    Hazard.LIFETIME,
     Hazard.OTHER,
 )
-"""What this engine's records can show: device pages, host pages and index buffers, in any pair of operations."""
+"""What this engine's records can show: pages, index buffers and who owns them."""
 Progress = Callable[[str, int, int], None]
 """``progress(run, finished_requests, all_requests)``."""
 
