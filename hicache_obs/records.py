@@ -236,6 +236,9 @@ class DefineSpace(enum.IntEnum):
     """A buffer that another process may access, by the buffer's id."""
     EARLY_SITE = 18
     """Kernels of this site may start before the kernel before them has ended (programmatic dependent launch)."""
+    STATUS = 19
+    """What the recording side says about itself: ``text`` names it, ``value`` is the newest number. A hazard's name
+    with the prefix ``observable`` is 1 if its records can be seen in this process, 0 if not."""
 
 
 class StreamKind(enum.IntEnum):

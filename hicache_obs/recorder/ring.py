@@ -101,8 +101,9 @@ _STRONG_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
 class RecordSink(Protocol):
     """Where a recorder puts its records."""
 
-    writable: bool
-    """False for good once closed, or in a forked child. May be read without a lock."""
+    @property
+    def writable(self) -> bool:
+        """False for good once closed, or in a forked child. May be read without a lock."""
 
     @property
     def mode(self) -> CaptureMode: ...

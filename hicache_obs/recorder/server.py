@@ -1,0 +1,122 @@
+"""``ServerRecorder``: the recorder of a process that runs somebody else's engine.
+
+A hook there knows the stream a call goes to, not a device of ours; and a server also replays graphs, reads and
+writes storage, and hands work from thread to thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hicache_obs.recorder.recorder import EventState, Recorder
+from hicache_obs.records import (
+    ALL_LAYERS,
+    IN_ORDER,
+    Access,
+    AnyRecord,
+    DefineSpace,
+    EventWait,
+    GraphNode,
+    GraphReplay,
+    IoBegin,
+    IoEnd,
+    IoKind,
+    Kernel,
+    Memcpy,
+    OpId,
+    Purpose,
+    ThreadId,
+    ThreadPost,
+    ThreadRecv,
+    WaitStream,
+    Work,
+)
+from hicache_obs.streams.protocol import Stream
+
+
+class ServerRecorder(Recorder):
+    """A ``Recorder`` whose hooks name their streams. Any thread may call any method; none raises."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ios = itertools.count(1)
+
+    def enqueue(self, stream: Stream, work: Work) -> None:
+        """``work`` is launched on ``stream``."""
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            site, where = self._site(work.site), self._queue_on(stream, op)
+            common = (op, thread, now, where, site, work.group, work.size_bytes, work.layers, work.accesses)
+            return Kernel(*common) if work.direction is None else Memcpy(*common, work.direction)
+
+        self._emit(build)
+
+    def wait_for_event(self, stream: Stream, event: EventState, purpose: Purpose) -> None:
+        """``stream`` is told to wait for ``event``."""
+        self._emit(
+            lambda op, thread, now: EventWait(op, thread, now, event.event_id, self._queue_on(stream, op), purpose)
+        )
+
+    def wait_for_stream(self, waiter: Stream, on: Stream, purpose: Purpose) -> None:
+        """``waiter`` is told to wait for ``on``."""
+        self._emit(
+            lambda op, thread, now: WaitStream(
+                op, thread, now, self._queue_on(waiter, op), self._queue_on(on, op), purpose
+            )
+        )
+
+    def graph_replay(
+        self,
+        stream: Stream,
+        graph: int,
+        accesses: tuple[Access, ...],
+        *,
+        site: str,
+        group: int,
+        early: EventState | None = None,
+    ) -> None:
+        """A captured graph is launched on ``stream``.
+
+        Args:
+            graph: Which executable graph.
+            accesses: What its work touches.
+            early: An event that the graph itself records, before any of these accesses.
+        """
+
+        def replay(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            where, name = self._queue_on(stream, op), self._site(site)
+            if early is None:
+                return GraphReplay(op, thread, now, graph, where, name, group, 0, ALL_LAYERS, accesses)
+            return GraphReplay(op, thread, now, graph, where, name, group, 2, ALL_LAYERS, ())
+
+        if not self.on:
+            return
+        with self._lock:  # the entries follow their replay at once
+            self._emit(replay)
+            if early is not None:
+                event = early
+                self._emit(lambda op, _, now: GraphNode(op, _, now, 0, IN_ORDER, event.event_id, ALL_LAYERS, ()))
+                self._emit(lambda op, _, now: GraphNode(op, _, now, 1, IN_ORDER, None, ALL_LAYERS, accesses))
+
+    def io_begin(self, kind: IoKind, accesses: tuple[Access, ...], *, site: str) -> int:
+        """A transfer in no stream begins, on the calling thread. Returns the number ``io_end`` wants."""
+        io = next(self._ios)
+        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), ALL_LAYERS, accesses))
+        return io
+
+    def io_end(self, io: int) -> None:
+        """The calling thread knows transfer ``io`` to be over. Partner of ``io_begin``."""
+        self._emit(lambda op, thread, now: IoEnd(op, thread, now, io))
+
+    def thread_post(self, channel: int) -> None:
+        """The calling thread hands what it knows to whoever receives from ``channel``. Partner of ``thread_recv``."""
+        self._emit(lambda op, thread, now: ThreadPost(op, thread, now, channel))
+
+    def thread_recv(self, channel: int) -> None:
+        """The calling thread has received the oldest post of ``channel``. Partner of ``thread_post``."""
+        self._emit(lambda op, thread, now: ThreadRecv(op, thread, now, channel))
+
+    def status(self, name: str, value: int) -> None:
+        """State a number about the recording itself; a later one of the same name replaces it."""
+        self.define(DefineSpace.STATUS, 0, name, value)
