@@ -36,8 +36,9 @@ def page_size(pool: Any) -> int:
 def _after_alloc(session: Session, _: object, slots: Any, allocator: Any, *__: Any, **___: Any) -> None:
     if slots is None:
         return
-    convert = Convert(page_size(allocator), first_slots_only=True, skip_zero=True)
-    access = session.access(Space.DEVICE, Mode.WRITE, base_pool(allocator.get_kvcache()), slots, convert)
+    pool = base_pool(allocator.get_kvcache())
+    convert = Convert(page_size(pool), first_slots_only=True, skip_zero=True)
+    access = session.access(Space.DEVICE, Mode.WRITE, pool, slots, convert)
     if access is not None:
         session.recorder.page_alloc(0, access)
 
@@ -51,16 +52,21 @@ def _deferred(allocator: Any) -> bool:
 
 def _before_free(session: Session, allocator: Any, free_index: Any) -> None:
     if not _deferred(allocator) and free_index.numel():
-        _free(session, allocator, free_index, Convert(page_size(allocator), skip_zero=True))
+        pool = base_pool(allocator.get_kvcache())
+        _free(session, pool, free_index, Convert(page_size(pool), skip_zero=True))
 
 
 def _before_release(session: Session, allocator: Any, *page_ids: Any) -> None:
+    pool = base_pool(allocator.get_kvcache())
+    if page_size(pool) != page_size(allocator):
+        session.unobservable(_OWNERS, "allocator and pool have pages of different sizes")
+        return
     for pages in page_ids:
-        _free(session, allocator, pages, _PAGES)
+        _free(session, pool, pages, _PAGES)
 
 
-def _free(session: Session, allocator: Any, tensor: Any, convert: Convert) -> None:
-    access = session.access(Space.DEVICE, Mode.WRITE, base_pool(allocator.get_kvcache()), tensor, convert)
+def _free(session: Session, pool: Any, tensor: Any, convert: Convert) -> None:
+    access = session.access(Space.DEVICE, Mode.WRITE, pool, tensor, convert)
     if access is not None:
         session.recorder.page_free(0, access)
 
