@@ -7,9 +7,10 @@ EXTRAS := dev,otel,report,fleet
 # The environment is as new as these two files and the interpreter; any change moves the stamp.
 STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV; } | sha256sum | cut -c1-16)
 NVTX_OLD := .cache/nvtx-0.2.11
+SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requirements*.txt pyproject.toml | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test check format bench long-trace fuzz blast crash gpu-check nsys-env clean
+.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz blast crash gpu-check nsys-env clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +65,11 @@ fuzz: venv  ## random traces of every record kind against brute force (N=20000 p
 
 crash: venv  ## kill writing processes at random moments and read their rings (N=200 of them)
 	HICACHE_OBS_KILLS=$(or $(N),200) $(BIN)/python -m pytest -q tests/recorder/test_ring_crash.py $(ARGS)
+$(SGLANG)/.complete:
+	PYTHON=$(PYTHON) tests_sglang/make_env.sh $(SGLANG)
+
+test-sglang: $(SGLANG)/.complete  ## run the tests on the real SGLang, in an environment of its own (3 GB, 4 minutes)
+	HICACHE_OBS_SGLANG=$(SGLANG) $(SGLANG)/venv/bin/python -m pytest tests_sglang $(ARGS)
 
 blast: venv  ## blast radius against wrong contents of engine runs (N=1000 seeds per schedule and model)
 	HICACHE_OBS_BLAST=$(or $(N),1000) $(BIN)/python -m pytest -q -s tests/analyzer/test_blast_radius.py $(ARGS)

@@ -99,7 +99,7 @@ class Scenario:
 
     ``base`` or ``hybrid`` controller; ``coarse`` or ``readdone`` barrier; ``loadfence``, ``writefence``: bound as
     that release's Scheduler binds them; ``deferred``: the virtual device; and what happens: ``loadback`` (default),
-    ``writeback``, ``direct_backup``, ``direct_restore``, ``overlap_off``, ``storage``, ``tree``, ``retraction``, ``raise``, ``kill``.
+    ``writeback``, ``offload``, ``direct_backup``, ``direct_restore``, ``overlap_off``, ``storage``, ``tree``, ``retraction``, ``raise``, ``kill``.
     """
 
     def __init__(self, words: str) -> None:
@@ -288,6 +288,7 @@ class TreeEngine(Engine):
 
     def _build(self) -> None:
         import sglang.srt.mem_cache.pool_host.common as host_memory
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
         from sglang.test.kits.unified_radix_cache import config, fixtures, mixins
 
         host_memory._cuda_host_register = host_memory._cuda_host_unregister = lambda *args, **kwargs: None
@@ -302,6 +303,7 @@ class TreeEngine(Engine):
             model_path="dummy", page_size=1, device="cpu", hicache_io_backend="direct",
             hicache_mem_layout="layer_first", hicache_write_policy="write_through", enable_hierarchical_cache=True,
         )  # fmt: skip
+        set_global_server_args_for_scheduler(settings)
         self.cache.init_hicache(settings, self.cache.cache_init_params)
         self.cache.load_back_threshold = 0
         self.pool = self.allocator.get_kvcache()
@@ -345,14 +347,26 @@ def loadback(engine: Engine) -> dict[str, Any]:
 
 
 def writeback(engine: Engine) -> dict[str, Any]:
-    """A request is cached while the round that writes its last tokens still runs; then its pages are read back."""
+    """A finished request is cached while the round that writes its last token still runs."""
     a = engine.alloc(2)
     engine.round(a, 11.0).synchronize()
-    engine.round(a[-2:], 12.0, length=len(a))
+    engine.round(a[-1:], 12.0, length=len(a))
     host = engine.controller.write(a, node_id=1)
     engine.device.synchronize()
     engine.acknowledge_writes()
     return {"content": engine.host_content(host), "expected": [11.0, 12.0]}
+
+
+def offload(engine: Engine) -> dict[str, Any]:
+    """The decode offload manager's way: its own controller, which nobody fences, and only whole, processed pages."""
+    own = engine._base()
+    a = engine.alloc(3)
+    done = engine.round(a[: 2 * PAGE], 11.0)
+    done.synchronize()
+    engine.round(a[2 * PAGE : 2 * PAGE + 1], 12.0, length=2 * PAGE + 1)
+    host = own.write(a[: 2 * PAGE], node_id=1)
+    engine.device.synchronize()
+    return {"content": engine.host_content(host), "expected": [11.0]}
 
 
 def overlap_off(engine: Engine) -> dict[str, Any]:
@@ -364,7 +378,7 @@ def direct(engine: Engine, *, fenced: bool) -> tuple[Any, Any]:
     """Pages whose last round still runs, backed up through the engine as retraction does."""
     a = engine.alloc(2)
     engine.round(a, 11.0).synchronize()
-    engine.round(a[-2:], 12.0, length=len(a))
+    engine.round(a[-1:], 12.0, length=len(a))
     if fenced:
         engine.schedule.wait_stream(engine.forward)
     return a, engine.host.alloc(len(a))
@@ -460,27 +474,35 @@ def tree(engine: TreeEngine) -> dict[str, Any]:
 
 
 def retraction(engine: TreeEngine) -> dict[str, Any]:
-    """A request is retracted while its last round runs, another uses its slots, and it is restored."""
-    tokens = list(range(200, 208))
+    """A request is retracted while its last round runs; another used its new slots when it is restored."""
+    tokens, count = list(range(200, 208)), 10
     request, slots = engine.kit._make_inflight_req(
         engine.cache, engine.allocator, engine.requests, tokens, [1, 2], allocated=True
     )
-    engine.next_request = int(request.kv.req_pool_idx)
-    engine.round(slots, 11.0).synchronize()
-    engine.round(slots[-2:], 12.0, length=len(slots))
-    if "fenced" in engine.scenario:
-        engine.schedule.wait_stream(engine.forward)
+    row = engine.next_request = int(request.kv.req_pool_idx)
+    engine.round(slots[:-1], 11.0, length=count - 1).synchronize()
+    engine.round(slots[-1:], 12.0, length=count)  # the last token's own KV: computed again after the restore
     backup = engine.cache.backup_kv_cache(request)
+    engine.allocator.free(slots)
+    b = engine.allocator.alloc(POOL)
+    engine.next_request = row - 1
+    engine.requests.req_to_token[row - 1, : len(b)] = b.to(torch.int32)
+    engine.round(b, 22.0)
+    engine.allocator.free(b)
+    back = engine.allocator.alloc(count)
+    engine.requests.req_to_token[row, :count] = back.to(torch.int32)
+    if "fenced" in engine.scenario:  # what both callers of restore_kv_cache do first
+        engine.schedule.wait_stream(engine.forward)
+    engine.cache.restore_kv_cache(request, backup)
     engine.device.synchronize()
-    # The last token's own KV is not kept: it is computed again.
-    kept = engine.host_content(backup.host_indices)
-    return {"content": kept, "expected": [11.0, 12.0]}
+    return {"content": engine.content(back[:-1]), "expected": [11.0]}
 
 
 ACTIONS = {
     "tree": tree,
     "retraction": retraction,
     "writeback": writeback,
+    "offload": offload,
     "overlap_off": overlap_off,
     "direct_backup": direct_backup,
     "direct_restore": direct_restore,
