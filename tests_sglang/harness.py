@@ -16,6 +16,8 @@ import contextlib
 import inspect
 import json
 import os
+import resource
+import signal
 import sys
 import threading
 import traceback
@@ -58,6 +60,23 @@ try:
 except ImportError:
     transfer_module = None
 
+FAULT = os.environ.get("HARNESS_FAULT", "")
+
+
+def break_every_hook() -> None:
+    """Every hook raises from now on: in place of what it would do, and again when the engine's call has returned."""
+    from dataclasses import replace
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("a hook that fails")
+
+    for name in ("SGLANG_ADAPTERS", "CPU_ADAPTERS", "EXTRA_ADAPTERS"):
+        rows = getattr(install, name)
+        setattr(install, name, type(rows)(replace(row, before=fail, after=fail, failed=fail) for row in rows))
+
+
+if FAULT == "hooks":
+    break_every_hook()
 load_plugins()
 
 
@@ -262,7 +281,10 @@ class Engine:
         worker = SimpleNamespace(last_shared_read_runner=self.runner, war_fastpath_runner=self.runner)
         Scheduler._apply_war_barrier(
             SimpleNamespace(
-                _war_barrier_enabled=True, model_worker=worker, schedule_stream=self.schedule, forward_stream=self.forward
+                _war_barrier_enabled=True,
+                model_worker=worker,
+                schedule_stream=self.schedule,
+                forward_stream=self.forward,
             )
         )
 
@@ -498,7 +520,18 @@ def retraction(engine: TreeEngine) -> dict[str, Any]:
     return {"content": engine.content(back[:-1]), "expected": [11.0]}
 
 
+def kill(engine: Engine) -> dict[str, Any]:
+    """The process ends by SIGKILL after 200 records of its own."""
+    event = engine.device.Event()
+    for _ in range(200):
+        event.record()
+    print(os.getpid(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still there")
+
+
 ACTIONS = {
+    "kill": kill,
     "tree": tree,
     "retraction": retraction,
     "writeback": writeback,
@@ -525,13 +558,22 @@ def published() -> Any:
 
 def run(words: str) -> dict[str, Any]:
     """One scenario in this process."""
+    if FAULT == "disk":  # what a full disk says, to any file of this process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     scenario = Scenario(words)
     action = next((fn for word, fn in ACTIONS.items() if word in scenario), loadback)
     with published():
-        result = action((TreeEngine if action in (tree, retraction) else Engine)(scenario))
+        engine = (TreeEngine if action in (tree, retraction) else Engine)(scenario)
+        try:
+            result = action(engine)
+        except RuntimeError as error:
+            if "raise" not in scenario:
+                raise
+            result = {"raised": f"{type(error).__name__}: {error}", "content": [], "expected": []}
     result["scenario"] = words
     for installed in install.INSTALLED:
         session = installed.session
+        dropped = {} if session.ring is None else {str(why.name): n for why, n in session.ring.dropped.items()}
         session.close()
         result["calls"] = session.counters.calls
         result["errors"] = session.counters.errors
@@ -539,6 +581,8 @@ def run(words: str) -> dict[str, Any]:
         result["missing"] = {name: found.value for name, found in installed.missing.items()}
         result["hooked"] = len(installed.hooked)
         result["unobservable"] = {hazard.value: reason for hazard, reason in session.missing.items()}
+        result["off"] = session.off
+        result["dropped"] = dropped
         result["ring"] = None if session.ring is None else str(session.ring.path)
     return result
 

@@ -147,6 +147,11 @@ class Session:
         return True
 
     @property
+    def off(self) -> bool:
+        """Whether capture has ended for good: closed, or too much went wrong."""
+        return self._off
+
+    @property
     def recorder(self) -> ServerRecorder:
         """Where hooks put their records. Only while ``recording``."""
         assert self._recorder is not None
