@@ -24,6 +24,15 @@ HERE = Path(__file__).resolve().parent
 NEWEST = "0.5.23"
 
 
+BOOT = """
+import contextlib, torch
+for name in ("nms", "qnms"):
+    with contextlib.suppress(RuntimeError):
+        torch.library.define(f"torchvision::{name}", "(Tensor d, Tensor s, float i) -> Tensor")
+"""
+"""torchvision's wheel cannot load its operators beside a CPU torch; with their schemas it can be imported."""
+
+
 class _Keeper(Tally):
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +136,7 @@ def run_python(environment: Callable[..., dict[str, str]]) -> Callable[..., subp
     """``run_python(code, *arguments, **environment options)``: a script in a process of its own."""
 
     def run(code: str, *arguments: str, variables: dict[str, str] | None = None, **options: Any) -> Any:
-        command: Sequence[str] = [sys.executable, "-W", "ignore", "-c", code, *arguments]
+        command: Sequence[str] = [sys.executable, "-W", "ignore", "-c", BOOT + code, *arguments]
         chosen = environment() if variables is None else variables
         return subprocess.run(command, env=chosen, capture_output=True, text=True, timeout=300, check=False, **options)
 

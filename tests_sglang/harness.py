@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import traceback
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,7 +119,8 @@ class Scenario:
 
     ``base`` or ``hybrid`` controller; ``coarse`` or ``readdone`` barrier; ``loadfence``, ``writefence``: bound as
     that release's Scheduler binds them; ``deferred``: the virtual device; and what happens: ``loadback`` (default),
-    ``writeback``, ``offload``, ``direct_backup``, ``direct_restore``, ``overlap_off``, ``storage``, ``tree``, ``retraction``, ``raise``, ``kill``.
+    ``writeback``, ``offload``, ``direct_backup``, ``direct_restore``, ``overlap_off``, ``storage``, ``tree``,
+    ``retraction``, ``raise``, ``kill``.
     """
 
     def __init__(self, words: str) -> None:
@@ -220,12 +222,11 @@ class Engine:
         return controller
 
     def _copy_kernel(self, *, src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, **_: Any) -> None:
+        def copy(source: Any, target: Any, where_from: Any, where_to: Any) -> None:
+            target.index_copy_(0, where_to, source[where_from])
+
         for source, target in zip(src_layers, dst_layers, strict=True):
-
-            def copy(s: Any = source, t: Any = target, a: Any = src_indices.clone(), b: Any = dst_indices.clone()):
-                t.index_copy_(0, b, s[a])
-
-            self.device.launch(copy)
+            self.device.launch(partial(copy, source, target, src_indices.clone(), dst_indices.clone()))
 
     # -- the scheduler's moves -------------------------------------------------------------------------------
 
@@ -246,7 +247,8 @@ class Engine:
         batch = SimpleNamespace(
             forward_mode=ForwardMode.DECODE, out_cache_loc=slots, value=value, batch_size=1,
             req_pool_indices=torch.tensor([self.next_request]), seq_lens=torch.tensor([length]),
-            seq_lens_cpu=torch.tensor([length]), seq_lens_sum=length, extend_num_tokens=None, num_token_non_padded_cpu=1,
+            seq_lens_cpu=torch.tensor([length]), seq_lens_sum=length, extend_num_tokens=None,
+            num_token_non_padded_cpu=1,
             apply_deprecated_skip_attn_backend_init=lambda flag: None, spec_info=None, global_num_tokens_cpu=None,
             return_logprob=False, lora_ids=None, rids=["r"], input_ids=torch.zeros(1, dtype=torch.int64),
         )  # fmt: skip

@@ -89,7 +89,7 @@ def _blind_spots() -> Iterator[str]:
     yield "the order of work that other libraries launch themselves (NCCL, raw driver calls) is not seen"
     yield "accesses outside the two KV pools and the index buffers are not seen"
     yield "graph replay, storage, remote transfers and collectives are judged in files, the demo's engine has none"
-    yield "SGLang: sliding-window and Mamba pools, speculative draft graphs, linkers' own transfers and NCCL are not seen"
+    yield "SGLang: sliding-window and Mamba pools, draft graphs, linkers' own transfers and NCCL are not seen"
     yield "SGLang: Tensor.item, .cpu and .tolist are seen only with HICACHE_OBS_TENSOR_SYNCS=on"
     yield "SGLang: pages are judged whole; two requests' slots in one page look like a conflict"
     yield "a forward round's interval is the whole segment's; single accesses inside it have no times"
