@@ -74,6 +74,9 @@ test-sglang: $(SGLANG)/.complete  ## run the tests on the real SGLang, in an env
 blast: venv  ## blast radius against wrong contents of engine runs (N=1000 seeds per schedule and model)
 	HICACHE_OBS_BLAST=$(or $(N),1000) $(BIN)/python -m pytest -q -s tests/analyzer/test_blast_radius.py $(ARGS)
 
+bench-sglang: $(SGLANG)/.complete  ## cost of the plugin per hooked call and per round: absent, installed, observing
+	HICACHE_OBS_SGLANG=$(SGLANG) $(SGLANG)/venv/bin/python tests_sglang/bench.py $(ARGS)
+
 gpu-check:  ## the checks that need a CUDA device, with the system's own Python and torch
 	PYTHONPATH=. $(PYTHON) tests/gpu/check.py $(ARGS)
 

@@ -118,6 +118,26 @@ def outcomes(environment: Callable[..., dict[str, str]]) -> Callable[..., dict[s
     return lambda scenarios, version=NEWEST, mode="observe": run(tuple(scenarios), version, mode)
 
 
+LOAD = "base+readdone+writefence+loadfence+deferred"
+WRITE = "base+readdone+writeback+writefence+deferred"
+COARSE = "base+coarse+writefence+loadfence+deferred"
+STORAGE = "base+readdone+storage"
+
+
+@pytest.fixture(scope="session")
+def release(outcomes: Callable[..., dict[str, Outcome]]) -> Callable[[str], dict[str, Outcome]]:
+    """``release(version)``: load-back, write-back, load-back behind the coarse barrier, and storage where it can run."""
+
+    def run(version: str) -> dict[str, Outcome]:
+        names = {"load": LOAD, "write": WRITE, "coarse": COARSE}
+        if version not in ("0.5.14", "0.5.18"):  # their hashing has another name, and their queues another order
+            names["storage"] = STORAGE
+        found = outcomes(list(names.values()), version)
+        return {name: found[scenario] for name, scenario in names.items()}
+
+    return run
+
+
 def judge(told: dict[str, Any]) -> Outcome:
     """Read the scenario's ring and analyse it."""
     assert "error" not in told, told["error"]

@@ -6,26 +6,26 @@ import pytest
 
 LOAD = "base+readdone+writefence+loadfence+deferred"
 WRITE = "base+readdone+writeback+writefence+deferred"
-COARSE = "base+coarse+writefence+loadfence+deferred"
 VERSIONS = {"0.5.14": (False, False), "0.5.18": (False, False), "0.5.20": (True, False), "0.5.22": (True, False)}
 """Which of the two fences (load, write) each release has."""
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_release_without_the_fence_is_racy_and_corrupt(outcomes, version):
-    found = outcomes([LOAD, WRITE, COARSE], version)
-    for scenario, fenced, hazard in (
-        (LOAD, VERSIONS[version][0], "waw_forward_restore"),
-        (WRITE, VERSIONS[version][1], "raw_forward_backup"),
+def test_a_release_without_the_fence_is_racy_and_corrupt(release, version):
+    found = release(version)
+    for path, fenced, hazard in (
+        ("load", VERSIONS[version][0], "waw_forward_restore"),
+        ("write", VERSIONS[version][1], "raw_forward_backup"),
     ):
-        outcome = found[scenario]
+        outcome = found[path]
         assert outcome.told["missing"] == {}
         assert outcome.told["unobservable"] == {}
         assert outcome.checked > 0
         assert outcome.hazards == (set() if fenced else {hazard})
         assert outcome.right is fenced, outcome.told["content"]
-    assert found[COARSE].hazards == set()
-    assert found[COARSE].right
+    for path in found.keys() - {"load", "write"}:
+        assert found[path].hazards == set()
+        assert found[path].right
 
 
 @pytest.mark.parametrize("version", ["0.5.14", "0.5.18"])

@@ -25,7 +25,7 @@ COMMANDS: Final = {
     "audit-sglang": "Say what orders HiCache's transfers in a SGLang release, path by path.",
     "doctor": "Show settings, versions and what cannot be seen here.",
 }
-"""Name and one-line help; module ``hicache_obs.cli.NAME`` (``_`` for ``-``) has the command, and is imported only to run it."""
+"""Name and one-line help; module ``hicache_obs.cli.NAME``, with ``_`` for ``-``, is imported only to run it."""
 
 
 class _LazyGroup(click.Group):

@@ -62,19 +62,22 @@ def capturing() -> bool:
     return cuda is not None and cuda.is_initialized() and bool(cuda.is_current_stream_capturing())
 
 
-def _purpose(session: Session, otherwise: Purpose = Purpose.PLAIN) -> Purpose:
+def _purpose(session: Session) -> Purpose:
     purpose: Purpose | None = getattr(session.local, "purpose", None)
-    return otherwise if purpose is None else purpose
+    return Purpose.PLAIN if purpose is None else purpose
 
 
-def _wait_stream(session: Session, waiter: Any, on: Any, *_: Any) -> None:
+def _wait_stream(session: Session, waiter: Any, on: Any, *_: Any, purpose: Purpose | None = None, **__: Any) -> None:
+    """``purpose`` is what our own stream protocol adds; torch has no such argument."""
     if not capturing():
-        session.recorder.wait_for_stream(session.stream(waiter), session.stream(on), _purpose(session))
+        why = _purpose(session) if purpose is None else purpose
+        session.recorder.wait_for_stream(session.stream(waiter), session.stream(on), why)
 
 
-def _wait_event(session: Session, stream: Any, event: Any, *_: Any) -> None:
+def _wait_event(session: Session, stream: Any, event: Any, *_: Any, purpose: Purpose | None = None, **__: Any) -> None:
     if not capturing():
-        session.recorder.wait_for_event(session.stream(stream), session.event(event), _event_purpose(session))
+        why = _event_purpose(session) if purpose is None else purpose
+        session.recorder.wait_for_event(session.stream(stream), session.event(event), why)
 
 
 def _event_wait(session: Session, event: Any, stream: Any = None, *_: Any) -> None:
