@@ -126,7 +126,7 @@ STORAGE = "base+readdone+storage"
 
 @pytest.fixture(scope="session")
 def release(outcomes: Callable[..., dict[str, Outcome]]) -> Callable[[str], dict[str, Outcome]]:
-    """``release(version)``: load-back, write-back, load-back behind the coarse barrier, and storage where it can run."""
+    """``release(version)``: load-back, write-back, load-back behind the coarse barrier, storage where it can run."""
 
     def run(version: str) -> dict[str, Outcome]:
         names = {"load": LOAD, "write": WRITE, "coarse": COARSE}

@@ -215,6 +215,14 @@ class RingWriter:
         return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
 
     @property
+    def off(self) -> bool:
+        """Whether the mode byte says ``OFF``. Without the lock: hooks ask at every call."""
+        try:
+            return not self._words[_MODE]
+        except ValueError:  # closed meanwhile
+            return True
+
+    @property
     def dropped(self) -> dict[DropReason, int]:
         """Records lost so far, by reason; reasons that never happened are left out."""
         with self._lock:

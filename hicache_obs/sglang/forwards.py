@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from hicache_obs.findings import Hazard
 from hicache_obs.recorder.recorder import EventState
 from hicache_obs.records import ALL_LAYERS, Access, Mode, Space, Work
 from hicache_obs.sglang.adapter import Adapter
-from hicache_obs.sglang.page_ids import Convert
+from hicache_obs.sglang.page_ids import Convert, ConvertRows
 from hicache_obs.sglang.pages import base_pool, page_size
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.streams import capturing
@@ -83,21 +85,19 @@ def _reads(session: Session, runner: Any, batch: Any, pool: Any) -> Access | Non
     if lengths is None or table is None or not len(lengths):
         session.unobservable(_READS, "the batch does not say on the host how long its requests are")
         return None
-    size, rows, longest = page_size(pool), batch.req_pool_indices, int(max(lengths))
+    lengths = lengths.numpy() if hasattr(lengths, "numpy") else np.asarray(lengths)  # host memory either way
+    size, longest = page_size(pool), int(lengths.max())
     limit = session.max_read_ids
     count = len(lengths) * -(-longest // size)
     if count > limit:
         session.unobservable(_READS, f"a round reads more than HICACHE_OBS_READ_IDS={limit} pages")
         return None
 
-    def gather(lengths_there: Any) -> Any:
-        """Runs where the table is: on a GPU on our own stream."""
-        slots = table[rows.long(), 0:longest:size]
-        place = slots.new_zeros(slots.shape[1]).add_(size).cumsum(0).sub_(size)
-        return slots.where(place[None, :] < lengths_there[:, None], slots.new_zeros(()))
-
-    there = batch.seq_lens if table.device.type != "cpu" else lengths
-    ids = session.ids(there, Convert(size, skip_zero=True), derive=gather, count=count)
+    rows, entries = batch.req_pool_indices, table[:, 0:longest:size]
+    # One gather; which entries are in use is told on the host, where the lengths are known.
+    ids = session.ids(
+        rows, ConvertRows(size, lengths), derive=lambda there: entries.index_select(0, there), count=count
+    )
     return None if ids is None else Access(Space.DEVICE, Mode.READ, ids, session.pool(pool, Space.DEVICE))
 
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_obs.recorder.hold_back import late
 from hicache_obs.records import PageIds
@@ -58,6 +59,27 @@ class Convert:
             slots = slots // self._size
         pages = np.unique(slots.astype(np.int64, copy=False))
         return pages[1:] if self._skip and len(pages) and pages[0] == 0 else pages
+
+
+class ConvertRows(Convert):
+    """How rows of a request table, one entry per page, become page ids.
+
+    Args:
+        page_size: Slots per page.
+        lengths: ``(rows,)`` slots each row has; what lies beyond is left over from other requests.
+    """
+
+    __slots__ = ("_lengths",)
+
+    def __init__(self, page_size: int, lengths: npt.NDArray[np.integer[Any]]) -> None:
+        super().__init__(page_size, skip_zero=True)
+        self._lengths = lengths
+
+    def __call__(self, slots: PageIds) -> PageIds:
+        """As ``Convert``, of the entries that are in use."""
+        rows = slots.reshape(len(self._lengths), -1)
+        begins = np.arange(rows.shape[1]) * self._size
+        return super().__call__(rows[begins[None, :] < self._lengths[:, None]])
 
 
 class StagedIds:

@@ -141,7 +141,7 @@ class Session:
             return self._open()
         if not ring.writable:
             return False
-        if ring.mode is CaptureMode.OFF:
+        if ring.off:
             ring.drop(DropReason.SWITCHED_OFF)
             return False
         return True

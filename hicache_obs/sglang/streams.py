@@ -7,6 +7,7 @@ graph is captured become part of the graph, not of the timeline, and are left ou
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
@@ -57,9 +58,15 @@ def device_sync_adapter(target: str) -> Adapter:
 
 def capturing() -> bool:
     """Whether the current stream is being captured into a graph. Never initialises a device."""
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
+    cuda = _cuda()
     return cuda is not None and cuda.is_initialized() and bool(cuda.is_current_stream_capturing())
+
+
+@cache
+def _cuda() -> Any:
+    """``torch.cuda`` where this torch has it; asked once, for hooks ask at every call."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and (torch.version.cuda or torch.version.hip) else None
 
 
 def _purpose(session: Session) -> Purpose:
