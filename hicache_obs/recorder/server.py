@@ -7,6 +7,7 @@ writes storage, and hands work from thread to thread.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from hicache_obs.recorder.recorder import EventState, Recorder
@@ -32,7 +33,15 @@ from hicache_obs.records import (
     WaitStream,
     Work,
 )
-from hicache_obs.streams.protocol import Stream
+from hicache_obs.streams.protocol import Device, Probe, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An event pair around one operation, and the device whose clock it is on."""
+
+    probe: Probe
+    device: Device
 
 
 class ServerRecorder(Recorder):
@@ -42,15 +51,18 @@ class ServerRecorder(Recorder):
         super().__init__(*args, **options)
         self._ios = itertools.count(1)
 
-    def enqueue(self, stream: Stream, work: Work) -> None:
-        """``work`` is launched on ``stream``."""
+    def enqueue(self, stream: Stream, work: Work, measured: Measured | None = None) -> None:
+        """``work`` is launched on ``stream``; ``measured`` is around it, and over when it was launched already."""
+        issued: list[tuple[OpId, ThreadId]] = []
 
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            issued.append((op, thread))
             site, where = self._site(work.site), self._queue_on(stream, op)
             common = (op, thread, now, where, site, work.group, work.size_bytes, work.layers, work.accesses)
             return Kernel(*common) if work.direction is None else Memcpy(*common, work.direction)
 
         self._emit(build)
+        self._await_times(issued, measured)
 
     def wait_for_event(self, stream: Stream, event: EventState, purpose: Purpose) -> None:
         """``stream`` is told to wait for ``event``."""
@@ -58,13 +70,16 @@ class ServerRecorder(Recorder):
             lambda op, thread, now: EventWait(op, thread, now, event.event_id, self._queue_on(stream, op), purpose)
         )
 
-    def wait_for_stream(self, waiter: Stream, on: Stream, purpose: Purpose) -> None:
-        """``waiter`` is told to wait for ``on``."""
-        self._emit(
-            lambda op, thread, now: WaitStream(
-                op, thread, now, self._queue_on(waiter, op), self._queue_on(on, op), purpose
-            )
-        )
+    def wait_for_stream(self, waiter: Stream, on: Stream, purpose: Purpose, measured: Measured | None = None) -> None:
+        """``waiter`` is told to wait for ``on``; ``measured`` is around the wait."""
+        issued: list[tuple[OpId, ThreadId]] = []
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            issued.append((op, thread))
+            return WaitStream(op, thread, now, self._queue_on(waiter, op), self._queue_on(on, op), purpose)
+
+        self._emit(build)
+        self._await_times(issued, measured)
 
     def graph_replay(
         self,
@@ -116,6 +131,20 @@ class ServerRecorder(Recorder):
     def thread_recv(self, channel: int) -> None:
         """The calling thread has received the oldest post of ``channel``. Partner of ``thread_post``."""
         self._emit(lambda op, thread, now: ThreadRecv(op, thread, now, channel))
+
+    def _await_times(self, issued: list[tuple[OpId, ThreadId]], measured: Measured | None) -> None:
+        """Write the operation's device times once they are known; beyond the bound the oldest never get any."""
+        if measured is None or not issued:
+            return
+        if len(self._pending) >= self._max_pending:
+            try:
+                self._pending.popleft()
+            except IndexError:  # the flusher was faster
+                pass
+            else:
+                self._give_up()
+        op, thread = issued[0]
+        self._pending.append((op, thread, measured.probe, measured.device))
 
     def status(self, name: str, value: int) -> None:
         """State a number about the recording itself; a later one of the same name replaces it."""

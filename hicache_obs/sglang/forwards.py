@@ -14,6 +14,7 @@ import numpy as np
 
 from hicache_obs.findings import Hazard
 from hicache_obs.recorder.recorder import EventState
+from hicache_obs.recorder.server import Measured
 from hicache_obs.records import ALL_LAYERS, Access, Mode, Space, Work
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.page_ids import Convert, ConvertRows
@@ -40,8 +41,11 @@ class _Round:
     """A round being launched on the calling thread."""
 
     stream: Stream
+    raw: Any
+    """The stream, the engine's own object."""
     accesses: tuple[Access, ...]
     group: int
+    measured: Measured | None
     next_layer: int = 0
     graph: int = -1
     early: EventState | None = None
@@ -54,9 +58,18 @@ def next_layer(session: Session, layer: int) -> None:
         _segment(session, this, layer)
 
 
+def waited(session: Session) -> None:
+    """The wait inside the round has been issued: from here on it is measured again."""
+    this: _Round | None = getattr(session.local, "round", None)
+    if this is not None and this.measured is None:
+        this.measured = session.start_timing(this.raw)
+
+
 def _segment(session: Session, this: _Round, end: int) -> None:
     layers = ALL_LAYERS if not this.next_layer and end == ALL_LAYERS[1] else (this.next_layer, end)
-    session.recorder.enqueue(this.stream, Work(SITE, this.accesses, layers, this.group))
+    session.stop_timing(this.measured, this.raw)
+    session.recorder.enqueue(this.stream, Work(SITE, this.accesses, layers, this.group), this.measured)
+    this.measured = None
     this.next_layer = end
 
 
@@ -74,7 +87,7 @@ def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: An
     reads = _reads(session, runner, batch, pool)
     group = getattr(session.local, "round_group", 0) or session.number()
     accesses = (writes,) if reads is None else (writes, reads)
-    this = session.local.round = _Round(session.stream(raw, "forward"), accesses, group)
+    this = session.local.round = _Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
     return this
 
 

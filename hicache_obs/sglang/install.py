@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from hicache_obs.config import read_text
 from hicache_obs.records import CaptureMode, Ranks
@@ -20,6 +20,7 @@ from hicache_obs.sglang.resolve import Found, resolve
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.table import CPU_ADAPTERS, CUDA_ADAPTERS, SGLANG_ADAPTERS, TENSOR_ADAPTERS
 from hicache_obs.sglang.versions import Version, parse_version
+from hicache_obs.streams.protocol import Device
 
 SCHEDULER_ENTRY: Final = "run_scheduler_process"
 """SGLang's function that a scheduler process runs; it loads the plugins, so it is on the stack then."""
@@ -89,6 +90,7 @@ def install_sglang() -> Installed | None:
         current_stream=_current_stream,
         reader=PageReader(_tensor_device, _pinned),
         ranks=lambda: _ranks(arguments),
+        timing=_timing_device if _has_cuda() else None,
         on_open=_on_open,
     )
     arguments = {} if frame is None else {name: frame.f_locals.get(name) for name in ("tp_rank", "pp_rank", "dp_rank")}
@@ -193,6 +195,17 @@ def _current_stream() -> Any:
     return _device_module().current_stream()
 
 
+def _timing_device() -> Device | None:
+    """CUDA's event pairs; nothing where the engine does not run on CUDA."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    from hicache_obs.streams.cuda import CudaDevice
+
+    return cast(Device, CudaDevice())
+
+
 def _tensor_device() -> Any:
     import torch
 
@@ -205,7 +218,12 @@ def _pinned(ids: int) -> Any:
     return torch.empty(ids, dtype=torch.int64, pin_memory=True)
 
 
-def _device_adapters() -> tuple[Adapter, ...]:
+def _has_cuda() -> bool:
+    """Whether this torch is built for CUDA (or ROCm, which calls itself that)."""
     import torch
 
-    return CUDA_ADAPTERS if torch.version.cuda or torch.version.hip else CPU_ADAPTERS
+    return bool(torch.version.cuda or torch.version.hip)
+
+
+def _device_adapters() -> tuple[Adapter, ...]:
+    return CUDA_ADAPTERS if _has_cuda() else CPU_ADAPTERS

@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -22,7 +23,7 @@ from hicache_obs.recorder.nvtx_ranges import NoRanges
 from hicache_obs.recorder.recorder import EventState
 from hicache_obs.recorder.ring import RingWriter
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.recorder.server import ServerRecorder
+from hicache_obs.recorder.server import Measured, ServerRecorder
 from hicache_obs.records import (
     Access,
     CaptureMode,
@@ -36,7 +37,7 @@ from hicache_obs.records import (
     StreamKind,
 )
 from hicache_obs.sglang.page_ids import Convert, PageReader
-from hicache_obs.streams.protocol import Stream
+from hicache_obs.streams.protocol import Device, Stream
 
 MAX_FAILURES: Final = 16
 """Failures in a row of one hook that switch it off, and of all hooks together that switch capture off."""
@@ -84,6 +85,7 @@ class Session:
         current_stream: The engine's current stream on the calling thread.
         reader: Reads index tensors.
         ranks: Asked once, when the ring is made.
+        timing: Gives the device whose event pairs time rounds, fences and copies; asked until there is one.
         on_open: Called with the session once the ring exists.
     """
 
@@ -96,6 +98,7 @@ class Session:
         current_stream: Callable[[], Any],
         reader: PageReader | None = None,
         ranks: Callable[[], Ranks] = Ranks,
+        timing: Callable[[], Device | None] | None = None,
         on_open: Callable[[Session], None] = lambda session: None,
     ) -> None:
         self.engine: Final = engine
@@ -112,6 +115,8 @@ class Session:
         self._current_stream = current_stream
         self._reader = reader
         self._ranks = ranks
+        self._timing = timing
+        self._clock: Device | None = None
         self._on_open = on_open
         self._lock = threading.RLock()
         self._off = False
@@ -174,6 +179,35 @@ class Session:
                 self._state_counters()
                 self._sink.flush()
                 self._ring.close()
+
+    def start_timing(self, stream: Any) -> Measured | None:
+        """Begin to measure what is launched on ``stream``, the engine's own object. Partner of ``stop_timing``."""
+        if self._timing is None:
+            return None
+        with self.quietly():
+            if self._clock is None:
+                self._clock = self._timing()
+            if self._clock is None:
+                return None
+            probe = self._clock.probe()
+            probe.begin(stream)  # type: ignore[attr-defined] # only probes of begin and end are taken
+        return Measured(probe, self._clock)
+
+    def stop_timing(self, measured: Measured | None, stream: Any) -> None:
+        """What was to be measured is launched. Partner of ``start_timing``."""
+        if measured is not None:
+            with self.quietly():
+                measured.probe.end(stream)  # type: ignore[attr-defined] # as above
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Stream and event calls inside the block are our own: nobody's order, and not recorded."""
+        outer = getattr(self.local, IN_STREAM_CALL, False)
+        setattr(self.local, IN_STREAM_CALL, True)
+        try:
+            yield
+        finally:
+            setattr(self.local, IN_STREAM_CALL, outer)
 
     # -- numbers ---------------------------------------------------------------------------------------------
 
@@ -260,12 +294,8 @@ class Session:
         See ``PageReader.read`` for the arguments.
         """
         assert self._reader is not None
-        outer = getattr(self.local, IN_STREAM_CALL, False)
-        setattr(self.local, IN_STREAM_CALL, True)  # the copy's own events are nobody's order
-        try:
+        with self.quietly():
             ids = self._reader.read(tensor, convert, derive=derive, count=count)
-        finally:
-            setattr(self.local, IN_STREAM_CALL, outer)
         if ids is None and self._sink is not None:
             self._sink.drop(DropReason.ARENA_FULL)
         return ids
@@ -363,6 +393,7 @@ class Session:
         assert sink is not None
         assert recorder is not None
         assert ring is not None
+        setattr(self.local, IN_STREAM_CALL, True)  # this thread's event queries are our own
         stated = 0
         while ring.writable and not self._off:
             time.sleep(FLUSH_S)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from hicache_obs.findings import Hazard
 from hicache_obs.recorder.recorder import EventState, StreamMark
+from hicache_obs.recorder.server import Measured
 from hicache_obs.records import Purpose
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.session import IN_STREAM_CALL, Session
@@ -39,7 +40,7 @@ def stream_adapters(stream: str, event: str, *, optional: bool = False) -> tuple
         )
 
     return (
-        row(f"{stream}.wait_stream", _wait_stream),
+        row(f"{stream}.wait_stream", _wait_stream, _after_wait_stream),
         row(f"{stream}.wait_event", _wait_event),
         row(f"{stream}.synchronize", _before_stream_sync, _after_stream_sync),
         row(f"{stream}.query", _before_stream_query, _after_stream_query, vital=False),
@@ -74,11 +75,22 @@ def _purpose(session: Session) -> Purpose:
     return Purpose.PLAIN if purpose is None else purpose
 
 
-def _wait_stream(session: Session, waiter: Any, on: Any, *_: Any, purpose: Purpose | None = None, **__: Any) -> None:
+def _wait_stream(
+    session: Session, waiter: Any, on: Any, *_: Any, purpose: Purpose | None = None, **__: Any
+) -> tuple[Measured, Any] | None:
     """``purpose`` is what our own stream protocol adds; torch has no such argument."""
     if not capturing():
         why = _purpose(session) if purpose is None else purpose
-        session.recorder.wait_for_stream(session.stream(waiter), session.stream(on), why)
+        fence = why in (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
+        measured = session.start_timing(waiter) if fence else None
+        session.recorder.wait_for_stream(session.stream(waiter), session.stream(on), why, measured)
+        return None if measured is None else (measured, waiter)
+    return None
+
+
+def _after_wait_stream(session: Session, begun: tuple[Measured, Any] | None, *_: Any, **__: Any) -> None:
+    if begun is not None:
+        session.stop_timing(*begun)
 
 
 def _wait_event(session: Session, stream: Any, event: Any, *_: Any, purpose: Purpose | None = None, **__: Any) -> None:

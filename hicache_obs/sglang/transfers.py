@@ -7,19 +7,23 @@ whichever of the paths in SGLang asked for it. The path only names it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
+from hicache_obs.recorder.server import Measured
 from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, Purpose, Space, Work
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.fences import add_load_fence, add_write_fence
-from hicache_obs.sglang.forwards import next_layer
+from hicache_obs.sglang.forwards import next_layer, waited
 from hicache_obs.sglang.page_ids import Convert
 from hicache_obs.sglang.pages import page_size
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.versions import Versions
 
 _REMEMBERED: Final = 8
+TIME_EVERY: Final = 16
+"""Layers are timed in every so-many-th transfer: an event pair per layer would cost more than all the rest."""
 _LOADS: Final = (Hazard.WAW_FORWARD_RESTORE, Hazard.WAR_FORWARD_RESTORE, Hazard.RAW_RESTORE_FORWARD)
 _WRITES: Final = (Hazard.RAW_FORWARD_BACKUP, Hazard.WAR_BACKUP_FORWARD)
 _LAYERS: Final = (Hazard.RAW_RESTORE_FORWARD,)
@@ -104,6 +108,15 @@ def _before_submit(session: Session, stream: Any, role: str, add_fence: Callable
             add_fence(session, stream)
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy that is being launched."""
+
+    work: Work
+    stream: Any
+    measured: Measured | None
+
+
 # -- copies ----------------------------------------------------------------------------------------------------
 
 
@@ -116,15 +129,15 @@ def _before_load_layer(
     layer_id: int,
     *_: Any,
     **__: Any,
-) -> None:
+) -> _Copy | None:
     layers = (int(layer_id), int(layer_id) + 1)
-    _copy(session, host_pool, device_pool, host_indices, device_indices, layers, Direction.HOST_TO_DEVICE)
+    return _copy(session, host_pool, device_pool, host_indices, device_indices, layers, Direction.HOST_TO_DEVICE)
 
 
 def _before_backup_all(
     session: Session, host_pool: Any, device_pool: Any, host_indices: Any, device_indices: Any, *_: Any, **__: Any
-) -> None:
-    _copy(session, host_pool, device_pool, host_indices, device_indices, ALL_LAYERS, Direction.DEVICE_TO_HOST)
+) -> _Copy | None:
+    return _copy(session, host_pool, device_pool, host_indices, device_indices, ALL_LAYERS, Direction.DEVICE_TO_HOST)
 
 
 def _copy(
@@ -135,15 +148,24 @@ def _copy(
     device_indices: Any,
     layers: tuple[int, int],
     direction: Direction,
-) -> None:
+) -> _Copy | None:
     accesses = _accesses(session, host_pool, device_pool, host_indices, device_indices, direction)
     if accesses is None:
-        return
+        return None
     path = getattr(session.local, "path", None) or "direct"
     count = 1 if layers is ALL_LAYERS else max(1, getattr(host_pool, "layer_num", 1))
     size_bytes = int(host_indices.numel() * getattr(host_pool, "size_per_token", 0) // count)
     work = Work(f"{path} copy", accesses, layers, getattr(session.local, "transfer", 0), direction, size_bytes)
-    session.recorder.enqueue(session.current_stream(), work)
+    stream = session.raw_current_stream()
+    timed = layers is ALL_LAYERS or work.group % TIME_EVERY == 0
+    return _Copy(work, stream, session.start_timing(stream) if timed else None)
+
+
+def _after_copy(session: Session, copy: _Copy | None, *_: Any, **__: Any) -> None:
+    """The copy is launched: it goes into the ring with what was measured around it."""
+    if copy is not None:
+        session.stop_timing(copy.measured, copy.stream)
+        session.recorder.enqueue(session.stream(copy.stream), copy.work, copy.measured)
 
 
 def _accesses(
@@ -186,6 +208,7 @@ def _before_layer_wait(session: Session, event: Any, layer_index: int) -> Purpos
 
 def _after_layer_wait(session: Session, outer: Purpose | None, *_: Any) -> None:
     session.local.purpose = outer
+    waited(session)
 
 
 def _before_move(session: Session, controller: Any, host_indices: Any, device_indices: Any) -> Any:
@@ -245,6 +268,7 @@ def _copies(module: str, pool: str, versions: Versions) -> tuple[Adapter, ...]:
             f"{module}.{pool}.load_to_device_per_layer",
             versions,
             before=_before_load_layer,
+            after=_after_copy,
             hazards=_LOADS,
             group=group,
         ),
@@ -252,6 +276,7 @@ def _copies(module: str, pool: str, versions: Versions) -> tuple[Adapter, ...]:
             f"{module}.{pool}.backup_from_device_all_layer",
             versions,
             before=_before_backup_all,
+            after=_after_copy,
             hazards=_WRITES,
             group=group,
         ),
@@ -279,6 +304,7 @@ TRANSFER_ADAPTERS: Final = (
         f"{_BASE}.load_to_device_per_layer_physical",
         Versions("0.5.21"),
         before=_before_load_layer,
+        after=_after_copy,
         hazards=_LOADS,
         group="in_copy",
     ),
@@ -286,6 +312,7 @@ TRANSFER_ADAPTERS: Final = (
         f"{_BASE}.backup_from_device_all_layer_physical",
         Versions("0.5.21"),
         before=_before_backup_all,
+        after=_after_copy,
         hazards=_WRITES,
         group="in_copy",
     ),
