@@ -65,6 +65,7 @@ fuzz: venv  ## random traces of every record kind against brute force (N=20000 p
 
 crash: venv  ## kill writing processes at random moments and read their rings (N=200 of them)
 	HICACHE_OBS_KILLS=$(or $(N),200) $(BIN)/python -m pytest -q tests/recorder/test_ring_crash.py $(ARGS)
+
 $(SGLANG)/.complete:
 	PYTHON=$(PYTHON) tests_sglang/make_env.sh $(SGLANG)
 

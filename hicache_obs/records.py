@@ -237,8 +237,7 @@ class DefineSpace(enum.IntEnum):
     EARLY_SITE = 18
     """Kernels of this site may start before the kernel before them has ended (programmatic dependent launch)."""
     STATUS = 19
-    """What the recording side says about itself: ``text`` names it, ``value`` is the newest number. A hazard's name
-    with the prefix ``observable`` is 1 if its records can be seen in this process, 0 if not."""
+    """What the recording side counts about itself: ``text`` names it, ``value`` is the newest number."""
 
 
 class StreamKind(enum.IntEnum):

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, Final, TypeAlias, cast
 
 from hicache_obs.config import read_text
+from hicache_obs.findings import Hazard
 from hicache_obs.records import CaptureMode, Ranks
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.guard import Around, around
@@ -69,6 +70,8 @@ def install(session: Session, adapters: Iterable[Adapter], engine_version: Versi
     return Installed(session, tuple(hooked), missing)
 
 
+UNSEEN: Final = (Hazard.RELOCATION, Hazard.METADATA_WAR, Hazard.RDMA, Hazard.TP_DIVERGENCE)
+"""No row records page moves, index buffers, remote transfers or collectives."""
 INSTALLED: Final[list[Installed]] = []
 """What ``install_sglang`` did in this process; empty, or one entry."""
 
@@ -93,6 +96,7 @@ def install_sglang() -> Installed | None:
         timing=_timing_device if _has_cuda() else None,
         on_open=_on_open,
     )
+    session.unobservable(UNSEEN, "SGLang's hooks do not record what it is about")
     arguments = {} if frame is None else {name: frame.f_locals.get(name) for name in ("tp_rank", "pp_rank", "dp_rank")}
     adapters = [*SGLANG_ADAPTERS, *_device_adapters(), *EXTRA_ADAPTERS]
     if read_text("tensor_syncs")[0] == "on":

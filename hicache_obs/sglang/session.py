@@ -307,8 +307,7 @@ class Session:
         for hazard in hazards:
             if hazard not in self.missing:
                 self.missing[hazard] = reason
-                if self._recorder is not None:
-                    self._state_observable(hazard)
+                self._state_observable()
 
     def hook_failed(self, target: str, error: BaseException) -> int:
         """A hook raised: count, log once per hook, switch capture off after too many in a row. Never raises.
@@ -367,8 +366,7 @@ class Session:
                     self._reader.on_late = sink.expect
                 self._recorder = ServerRecorder(self._sink, clock=time.monotonic_ns, ranges=NoRanges())
                 self._recorder.define_engine(self.engine)
-                for hazard in Hazard:
-                    self._state_observable(hazard)
+                self._state_observable()
                 threading.Thread(target=self._flush_until_closed, name="hicache-obs-flush", daemon=True).start()
                 self._on_open(self)
             except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
@@ -380,8 +378,10 @@ class Session:
         self._off = True
         _LOG.error("hicache-obs: nothing is recorded from now on: %s", reason)
 
-    def _state_observable(self, hazard: Hazard) -> None:
-        self.recorder.status(f"observable {hazard.value}", int(hazard not in self.missing))
+    def _state_observable(self) -> None:
+        """In the ring's header, for whoever shows that a hazard is out of sight rather than absent."""
+        if self._ring is not None:
+            self._ring.state_observable(hazard for hazard in Hazard if hazard not in self.missing)
 
     def _state_counters(self) -> None:
         self.recorder.status("hooked calls", self.counters.calls)

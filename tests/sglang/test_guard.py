@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hicache_obs.findings import Hazard
-from hicache_obs.readers.ring import read_ring, set_mode
+from hicache_obs.readers.ring import RingReader, read_ring, set_mode
 from hicache_obs.records import CaptureMode
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.guard import around
@@ -140,9 +140,11 @@ def test_a_missing_name_makes_its_hazards_unobservable(session):
     assert installed.missing == {"pathlib.Path.gone": Found.MISSING}
     assert session.missing == {Hazard.GRAPH: "pathlib.Path.gone is missing"}
     assert session.recording
-    session.close()
-    status = read_ring(session.ring.path).names.status
-    assert (status["observable graph"], status["observable rdma"]) == (0, 1)
+    reader = RingReader(session.ring.path)
+    assert reader.observable == frozenset(Hazard) - {Hazard.GRAPH}
+    session.unobservable((Hazard.RDMA,), "seen later")
+    assert reader.observable == frozenset(Hazard) - {Hazard.GRAPH, Hazard.RDMA}
+    reader.close()
 
 
 @pytest.mark.parametrize("patch", [11, 13, 14, 16, 17, 18, 19, 20, 21, 22, 23, 99])

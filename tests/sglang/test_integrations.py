@@ -38,4 +38,3 @@ def test_the_second_engine_is_judged_like_the_first(page, tmp_path, monkeypatch,
     assert hazards <= found if hazards else not found
     assert analyzer.totals.pairs_checked > 0
     assert trace.names.engine == "our controller 0.1"
-    assert trace.names.status["observable waw_forward_restore"] == 1
