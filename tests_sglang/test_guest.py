@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,3 +94,24 @@ def test_the_ring_of_a_killed_process_is_whole(environment):
     )
     (ring,) = Path(variables["HICACHE_OBS_DIR"]).glob("*.ring")
     assert sum(isinstance(record, EventRecord) for record in read_ring(ring)) == 200
+
+
+def test_the_plugin_starts_the_nodes_agent_and_its_death_changes_nothing(environment, alone):
+    """The agent is found by its lock, killed, and what it left in the rings is judged by the next one."""
+    from hicache_obs.recorder.agent_lock import running_agent
+
+    racy = "base+readdone+writefence+deferred"
+    told, _ = run(environment, [racy], HICACHE_OBS_AGENT="on", HICACHE_OBS_PORT="0")
+    directory = Path(told[racy]["ring"]).parent
+    give_up = time.monotonic() + 120
+    while not running_agent(directory).get("pid") and time.monotonic() < give_up:
+        time.sleep(0.2)
+    pid = int(running_agent(directory)["pid"])
+    os.kill(pid, signal.SIGKILL)
+    again, _ = run(environment, SCENARIOS[:1], HICACHE_OBS_DIR=str(directory))
+    assert results(again)[SCENARIOS[0]] == results(alone)[SCENARIOS[0]]
+    command = [sys.executable, "-m", "hicache_obs", "agent", "--once", "--dir", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (0, 1), done.stderr  # 0: the first one had judged the racy ring before it died
+    assert "Traceback" not in done.stderr
+    assert not running_agent(directory)

@@ -9,6 +9,7 @@ import sys
 import threading
 from typing import Final
 
+from hicache_obs.recorder.agent_lock import running_agent
 from hicache_obs.recorder.ring_directory import open_ring_directory
 
 _LOG: Final = logging.getLogger("hicache_obs.sglang")
@@ -17,10 +18,12 @@ _LOG: Final = logging.getLogger("hicache_obs.sglang")
 def start_agent() -> None:
     """Start ``hicache-obs agent`` for the ring directory, detached from this process. Never raises.
 
-    It ends at once if another one runs; a server's process must not be the one to find that out.
+    Nothing is started if one runs; of two that start at the same moment one ends at once.
     """
     try:
         directory = open_ring_directory()
+        if running_agent(directory):
+            return
         environment = {name: value for name, value in os.environ.items() if name != "HICACHE_OBS"}
         process = subprocess.Popen(
             [sys.executable, "-m", "hicache_obs", "agent", "--dir", str(directory)],
