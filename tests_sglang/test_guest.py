@@ -64,7 +64,7 @@ def test_every_hook_raising_changes_nothing_and_capture_ends(environment, alone)
 
 
 def test_a_full_ring_changes_nothing_and_counts_drops(environment, alone):
-    full, _ = run(environment, SCENARIOS, HICACHE_OBS_RING_SLOTS="64")
+    full, _ = run(environment, SCENARIOS, HICACHE_OBS_RING_SLOTS="64", HARNESS_FAULT="ring")
     assert results(full) == {name: results(alone)[name] for name in SCENARIOS}
     assert all(outcome["dropped"]["RING_FULL"] > 0 for outcome in full.values())
     assert all(outcome["errors"] == {} for outcome in full.values())
