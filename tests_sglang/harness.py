@@ -452,10 +452,12 @@ def storage(engine: Engine) -> dict[str, Any]:
 
     os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = tempfile.mkdtemp(dir=os.environ.get("HARNESS_TMP"))
     with get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1):
-        controller = engine._base(storage_backend="file", prefetch_threshold=PAGE, model_name="m")
+        controller = engine.controller = engine._base(storage_backend="file", prefetch_threshold=PAGE, model_name="m")
         tokens = list(range(2 * PAGE))
-        host = engine.host.alloc(len(tokens))
-        engine.host.kv_buffer[:, :, host] = 5.0
+        a = engine.alloc(2)
+        engine.round(a, 5.0).synchronize()
+        host = controller.write(a, node_id=1)
+        engine.acknowledge_writes()
         controller.write_storage(host, tokens, hash_value=get_storage_hash_str(tokens, None, page_size=PAGE))
         controller.ack_backup_queue.get(timeout=20)
         engine.host.free(host)
@@ -467,7 +469,6 @@ def storage(engine: Engine) -> dict[str, Any]:
         while not controller.ack_prefetch_queue.get(timeout=20).completed_req:
             pass
         slots = engine.allocator.alloc(len(operation.host_indices))
-        engine.controller = controller
         _submit(engine, "submit_host_to_device", operation.host_indices, slots)
         controller._stop_storage_threads()
     return {"content": engine.content(slots), "expected": [5.0]}
