@@ -28,8 +28,6 @@ from hicache_obs.records import (
     OpId,
     Purpose,
     ThreadId,
-    ThreadPost,
-    ThreadRecv,
     WaitStream,
     Work,
 )
@@ -123,14 +121,6 @@ class ServerRecorder(Recorder):
     def io_end(self, io: int) -> None:
         """The calling thread knows transfer ``io`` to be over. Partner of ``io_begin``."""
         self._emit(lambda op, thread, now: IoEnd(op, thread, now, io))
-
-    def thread_post(self, channel: int) -> None:
-        """The calling thread hands what it knows to whoever receives from ``channel``. Partner of ``thread_recv``."""
-        self._emit(lambda op, thread, now: ThreadPost(op, thread, now, channel))
-
-    def thread_recv(self, channel: int) -> None:
-        """The calling thread has received the oldest post of ``channel``. Partner of ``thread_post``."""
-        self._emit(lambda op, thread, now: ThreadRecv(op, thread, now, channel))
 
     def _await_times(self, issued: list[tuple[OpId, ThreadId]], measured: Measured | None) -> None:
         """Write the operation's device times once they are known; beyond the bound the oldest never get any."""
