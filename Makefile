@@ -10,9 +10,10 @@ NVTX_OLD := .cache/nvtx-0.2.11
 # Grafana's libraries and the page they draw dashboards on, as new as the page's sources.
 RENDER := .cache/dashboard-render
 RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
+SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requirements*.txt pyproject.toml | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env render-env pictures clean
+.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env render-env pictures clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +69,12 @@ fuzz: venv  ## random traces of every record kind against brute force (N=20000 p
 crash: venv  ## kill writing processes at random moments and read their rings (N=200 of them)
 	HICACHE_OBS_KILLS=$(or $(N),200) $(BIN)/python -m pytest -q tests/recorder/test_ring_crash.py $(ARGS)
 
+$(SGLANG)/.complete:
+	PYTHON=$(PYTHON) tests_sglang/make_env.sh $(SGLANG)
+
+test-sglang: $(SGLANG)/.complete  ## run the tests on the real SGLang, in an environment of its own (3 GB, 4 minutes)
+	HICACHE_OBS_SGLANG=$(SGLANG) $(SGLANG)/venv/bin/python -m pytest tests_sglang $(ARGS)
+
 blast: venv  ## blast radius against wrong contents of engine runs (N=1000 seeds per schedule and model)
 	HICACHE_OBS_BLAST=$(or $(N),1000) $(BIN)/python -m pytest -q -s tests/analyzer/test_blast_radius.py $(ARGS)
 
@@ -76,6 +83,9 @@ fuzz-inputs: venv  ## damaged trace files through the command line (N=10000 file
 
 mutants: venv  ## mutants of the analyzer's rules that no test notices (SAMPLE=300 SEED=1, or all of them)
 	$(BIN)/python tests/mutation/run.py $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(or $(SEED),0) $(ARGS)
+
+bench-sglang: $(SGLANG)/.complete  ## cost of the plugin per hooked call and per round: absent, installed, observing
+	HICACHE_OBS_SGLANG=$(SGLANG) $(SGLANG)/venv/bin/python tests_sglang/bench.py $(ARGS)
 
 gpu-check:  ## the checks that need a CUDA device, with the system's own Python and torch
 	PYTHONPATH=. $(PYTHON) tests/gpu/check.py $(ARGS)

@@ -238,6 +238,8 @@ class DefineSpace(enum.IntEnum):
     """A buffer that another process may access, by the buffer's id."""
     EARLY_SITE = 18
     """Kernels of this site may start before the kernel before them has ended (programmatic dependent launch)."""
+    STATUS = 19
+    """What the recording side counts about itself: ``text`` names it, ``value`` is the newest number."""
 
 
 class StreamKind(enum.IntEnum):

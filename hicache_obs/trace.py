@@ -25,6 +25,7 @@ class Names:
         stream_kinds: CUDA kind of each named stream.
         pool_layers: Layer count of each named device pool, 0 if it was not stated.
         engine: Name and version of the engine, empty if it was not stated.
+        status: Newest number of everything the recording side said about itself.
     """
 
     streams: dict[StreamId, str] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Names:
     ios: dict[int, str] = field(default_factory=dict)
     tensors: dict[int, str] = field(default_factory=dict)
     groups: dict[int, str] = field(default_factory=dict)
+    status: dict[str, int] = field(default_factory=dict)
     engine: str = ""
 
     def learn(self, define: Define) -> None:
@@ -77,6 +79,8 @@ class Names:
             self.groups[key] = text
         elif define.space is DefineSpace.ENGINE:
             self.engine = text
+        elif define.space is DefineSpace.STATUS:
+            self.status[text] = define.value
 
     def stream(self, stream: StreamId) -> str:
         """Name of ``stream``, or its number in words."""

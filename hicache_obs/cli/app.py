@@ -22,9 +22,10 @@ COMMANDS: Final = {
     "status": "Show the rings of this node and whether they are read.",
     "off": "Stop recording in running processes, without a restart.",
     "on": "Start recording again.",
+    "audit-sglang": "Say what orders HiCache's transfers in a SGLang release, path by path.",
     "doctor": "Show settings, versions and what cannot be seen here.",
 }
-"""Name and one-line help; module ``hicache_obs.cli.NAME`` has the command, and is imported only to run it."""
+"""Name and one-line help; module ``hicache_obs.cli.NAME``, with ``_`` for ``-``, is imported only to run it."""
 
 
 PACKAGES: Final = {
@@ -44,7 +45,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"hicache_obs.cli.{cmd_name}").command
+        command = importlib.import_module(f"hicache_obs.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 

@@ -13,7 +13,7 @@ import click
 
 from hicache_obs import __version__
 from hicache_obs.cli.layout import fit
-from hicache_obs.config import SETTINGS, read_any
+from hicache_obs.config import SETTINGS, read_any, read_text
 
 PACKAGES: Final = ("torch", "numpy", "nvtx", "pyarrow", "prometheus-client", "opentelemetry-sdk", "msgspec")
 
@@ -26,6 +26,7 @@ def command() -> int:
         ("Settings", _settings()),
         ("Devices", _devices()),
         ("NVTX ranges", _ranges()),
+        ("SGLang", _sglang()),
         ("Blind spots", _blind_spots()),
     ):
         click.echo(title)
@@ -72,8 +73,23 @@ def _ranges() -> Iterator[str]:
     yield describe()
 
 
+def _sglang() -> Iterator[str]:
+    """What the plugin finds here, and why it may not be loaded."""
+    from hicache_obs.sglang.install import describe_sglang
+
+    yield from describe_sglang()
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed and "hicache_obs" not in [name.strip() for name in allowed.split(",")]:
+        yield f"SGLANG_PLUGINS={allowed} leaves hicache_obs out: nothing will be recorded"
+    if read_text("mode")[0] == "off":
+        yield "HICACHE_OBS is off: the plugin does nothing"
+
+
 def _blind_spots() -> Iterator[str]:
     yield "the order of work that other libraries launch themselves (NCCL, raw driver calls) is not seen"
     yield "accesses outside the two KV pools and the index buffers are not seen"
     yield "graph replay, storage, remote transfers and collectives are judged in files, the demo's engine has none"
+    yield "SGLang: sliding-window and Mamba pools, draft graphs, linkers' own transfers and NCCL are not seen"
+    yield "SGLang: Tensor.item, .cpu and .tolist are seen only with HICACHE_OBS_TENSOR_SYNCS=on"
+    yield "SGLang: pages are judged whole; two requests' slots in one page look like a conflict"
     yield "a forward round's interval is the whole segment's; single accesses inside it have no times"

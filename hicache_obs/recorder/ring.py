@@ -101,8 +101,9 @@ _STRONG_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
 class RecordSink(Protocol):
     """Where a recorder puts its records."""
 
-    writable: bool
-    """False for good once closed, or in a forked child. May be read without a lock."""
+    @property
+    def writable(self) -> bool:
+        """False for good once closed, or in a forked child. May be read without a lock."""
 
     @property
     def mode(self) -> CaptureMode: ...
@@ -212,6 +213,14 @@ class RingWriter:
         with self._lock:
             word = self._words[_MODE] if self._open else 0
         return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
+
+    @property
+    def off(self) -> bool:
+        """Whether the mode byte says ``OFF``. Without the lock: hooks ask at every call."""
+        try:
+            return not self._words[_MODE]
+        except ValueError:  # closed meanwhile
+            return True
 
     @property
     def dropped(self) -> dict[DropReason, int]:

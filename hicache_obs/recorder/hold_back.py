@@ -1,0 +1,159 @@
+"""Keeps records back until the page ids in them have arrived, and the ones after them, so that order is kept.
+
+On a GPU the ids of a page list are device memory. Reading them would make the server wait, so they are copied aside
+and the record is written when the copy is over. What was recorded meanwhile waits behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Final, Protocol, cast
+
+import msgspec
+
+from hicache_obs.recorder.ring import RecordSink
+from hicache_obs.records import Access, AnyRecord, CaptureMode, DropReason, PageIds
+
+DEFAULT_MAX_HELD: Final = 1 << 14
+
+
+class LateIds(Protocol):
+    """Page ids on their way. Stands in ``Access.ids`` until the record is written."""
+
+    def ready(self) -> bool:
+        """Whether they have arrived. Does not block."""
+
+    def take(self) -> PageIds:
+        """The ids; always the same array. Only once ``ready``."""
+
+
+def late(ids: LateIds) -> PageIds:
+    """``ids`` as they are put into an ``Access``."""
+    return cast(PageIds, ids)
+
+
+class HoldBack:
+    """A ``RecordSink`` in front of another one. Any thread may call any method; nothing blocks.
+
+    Args:
+        sink: Where the records go, in the order they came.
+        max_held: Records kept back at most. Beyond that new ones are dropped, and counted as ``RING_FULL``.
+    """
+
+    def __init__(self, sink: RecordSink, *, max_held: int = DEFAULT_MAX_HELD) -> None:
+        self._sink = sink
+        self._max_held = max_held
+        self._held: deque[AnyRecord | tuple[DropReason, int]] = deque()
+        self._lock = threading.RLock()
+        self._expecting = False
+        self._resolved: tuple[tuple[Access, ...], tuple[Access, ...]] | None = None
+
+    @property
+    def writable(self) -> bool:
+        """As the sink behind."""
+        return self._sink.writable
+
+    @property
+    def mode(self) -> CaptureMode:
+        """As the sink behind."""
+        return self._sink.mode
+
+    def expect(self) -> None:
+        """Late ids have been made: from now on records are looked at."""
+        self._expecting = True
+
+    def append(self, record: AnyRecord) -> bool:
+        """Write ``record``, or keep it until its ids and all records before it are written."""
+        if not self._expecting:
+            return self._sink.append(record)
+        if not self._sink.writable:
+            return False  # without the lock: in a forked child it may be held for ever
+        with self._lock:
+            if not self._held and not _is_late(record):
+                return self._sink.append(record)
+            if len(self._held) >= self._max_held:
+                self._drop(DropReason.RING_FULL, 1)
+                return False
+            self._held.append(record)
+            return True
+
+    def drop(self, reason: DropReason, count: int = 1) -> None:
+        """Count records lost here, after all that are kept back."""
+        if not self._expecting:
+            self._sink.drop(reason, count)
+            return
+        if not self._sink.writable:
+            return
+        with self._lock:
+            if self._held:
+                self._drop(reason, count)
+            else:
+                self._sink.drop(reason, count)
+
+    def beat(self, host_ns: int) -> None:
+        """As the sink behind."""
+        self._sink.beat(host_ns)
+
+    def flush(self) -> int:
+        """Write what has become writable; returns how many records. Call it at 10 Hz or so."""
+        count = 0
+        if not self._sink.writable:
+            return count
+        with self._lock:
+            while self._held:
+                item = self._held[0]
+                if isinstance(item, tuple):
+                    self._sink.drop(*item)
+                else:
+                    if not all(_ready(access) for access in _accesses(item)):
+                        break
+                    self._sink.append(self._with_ids(item))
+                    count += 1
+                self._held.popleft()
+        return count
+
+    def _drop(self, reason: DropReason, count: int) -> None:
+        last = self._held[-1]
+        if isinstance(last, tuple) and last[0] is reason:
+            self._held[-1] = reason, last[1] + count
+        else:
+            self._held.append((reason, count))
+
+    def _with_ids(self, record: AnyRecord) -> AnyRecord:
+        """``record`` with its ids; records that shared their accesses go on sharing them."""
+        accesses = _accesses(record)
+        if not any(_is_late_access(access) for access in accesses):
+            return record
+        if self._resolved is None or self._resolved[0] is not accesses:
+            self._resolved = accesses, tuple(_resolved(access) for access in accesses)
+        fresh = self._resolved[1]
+        if hasattr(record, "access"):
+            return msgspec.structs.replace(record, access=fresh[0])
+        return msgspec.structs.replace(record, accesses=fresh)
+
+
+def _accesses(record: AnyRecord) -> tuple[Access, ...]:
+    accesses: tuple[Access, ...] | None = getattr(record, "accesses", None)
+    if accesses is not None:
+        return accesses
+    access: Access | None = getattr(record, "access", None)
+    return () if access is None else (access,)
+
+
+def _is_late_access(access: Access) -> bool:
+    return hasattr(access.ids, "take") and hasattr(access.ids, "ready")
+
+
+def _is_late(record: AnyRecord) -> bool:
+    return any(_is_late_access(access) for access in _accesses(record))
+
+
+def _ready(access: Access) -> bool:
+    return not _is_late_access(access) or cast(LateIds, access.ids).ready()
+
+
+def _resolved(access: Access) -> Access:
+    if not _is_late_access(access):
+        return access
+    return Access(access.space, access.mode, cast(LateIds, access.ids).take(), access.pool)

@@ -1,0 +1,141 @@
+"""``ServerRecorder``: the recorder of a process that runs somebody else's engine.
+
+A hook there knows the stream a call goes to, not a device of ours; and a server also replays graphs, reads and
+writes storage, and hands work from thread to thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from hicache_obs.recorder.recorder import EventState, Recorder
+from hicache_obs.records import (
+    ALL_LAYERS,
+    IN_ORDER,
+    Access,
+    AnyRecord,
+    DefineSpace,
+    EventWait,
+    GraphNode,
+    GraphReplay,
+    IoBegin,
+    IoEnd,
+    IoKind,
+    Kernel,
+    Memcpy,
+    OpId,
+    Purpose,
+    ThreadId,
+    WaitStream,
+    Work,
+)
+from hicache_obs.streams.protocol import Device, Probe, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An event pair around one operation, and the device whose clock it is on."""
+
+    probe: Probe
+    device: Device
+
+
+class ServerRecorder(Recorder):
+    """A ``Recorder`` whose hooks name their streams. Any thread may call any method; none raises."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ios = itertools.count(1)
+
+    def enqueue(self, stream: Stream, work: Work, measured: Measured | None = None) -> None:
+        """``work`` is launched on ``stream``; ``measured`` is around it, and over when it was launched already."""
+        issued: list[tuple[OpId, ThreadId]] = []
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            issued.append((op, thread))
+            site, where = self._site(work.site), self._queue_on(stream, op)
+            common = (op, thread, now, where, site, work.group, work.size_bytes, work.layers, work.accesses)
+            return Kernel(*common) if work.direction is None else Memcpy(*common, work.direction)
+
+        self._emit(build)
+        self._await_times(issued, measured)
+
+    def wait_for_event(self, stream: Stream, event: EventState, purpose: Purpose) -> None:
+        """``stream`` is told to wait for ``event``."""
+        self._emit(
+            lambda op, thread, now: EventWait(op, thread, now, event.event_id, self._queue_on(stream, op), purpose)
+        )
+
+    def wait_for_stream(self, waiter: Stream, on: Stream, purpose: Purpose, measured: Measured | None = None) -> None:
+        """``waiter`` is told to wait for ``on``; ``measured`` is around the wait."""
+        issued: list[tuple[OpId, ThreadId]] = []
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            issued.append((op, thread))
+            return WaitStream(op, thread, now, self._queue_on(waiter, op), self._queue_on(on, op), purpose)
+
+        self._emit(build)
+        self._await_times(issued, measured)
+
+    def graph_replay(
+        self,
+        stream: Stream,
+        graph: int,
+        accesses: tuple[Access, ...],
+        *,
+        site: str,
+        group: int,
+        early: EventState | None = None,
+    ) -> None:
+        """A captured graph is launched on ``stream``.
+
+        Args:
+            graph: Which executable graph.
+            accesses: What its work touches.
+            early: An event that the graph itself records, before any of these accesses.
+        """
+
+        def replay(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            where, name = self._queue_on(stream, op), self._site(site)
+            if early is None:
+                return GraphReplay(op, thread, now, graph, where, name, group, 0, ALL_LAYERS, accesses)
+            return GraphReplay(op, thread, now, graph, where, name, group, 2, ALL_LAYERS, ())
+
+        if not self.on:
+            return
+        with self._lock:  # the entries follow their replay at once
+            self._emit(replay)
+            if early is not None:
+                event = early
+                self._emit(lambda op, _, now: GraphNode(op, _, now, 0, IN_ORDER, event.event_id, ALL_LAYERS, ()))
+                self._emit(lambda op, _, now: GraphNode(op, _, now, 1, IN_ORDER, None, ALL_LAYERS, accesses))
+
+    def io_begin(self, kind: IoKind, accesses: tuple[Access, ...], *, site: str) -> int:
+        """A transfer in no stream begins, on the calling thread. Returns the number ``io_end`` wants."""
+        io = next(self._ios)
+        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), ALL_LAYERS, accesses))
+        return io
+
+    def io_end(self, io: int) -> None:
+        """The calling thread knows transfer ``io`` to be over. Partner of ``io_begin``."""
+        self._emit(lambda op, thread, now: IoEnd(op, thread, now, io))
+
+    def _await_times(self, issued: list[tuple[OpId, ThreadId]], measured: Measured | None) -> None:
+        """Write the operation's device times once they are known; beyond the bound the oldest never get any."""
+        if measured is None or not issued:
+            return
+        if len(self._pending) >= self._max_pending:
+            try:
+                self._pending.popleft()
+            except IndexError:  # the flusher was faster
+                pass
+            else:
+                self._give_up()
+        op, thread = issued[0]
+        self._pending.append((op, thread, measured.probe, measured.device))
+
+    def status(self, name: str, value: int) -> None:
+        """State a number about the recording itself; a later one of the same name replaces it."""
+        self.define(DefineSpace.STATUS, 0, name, value)

@@ -1,0 +1,422 @@
+"""One observed process: its ring, its recorder, and the numbers its streams, events and pools have in the records.
+
+Everything is made at the first record, on the thread that makes it: the process may never use its cache, and a
+fork of it gets a ring of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from hicache_obs.config import read_setting
+from hicache_obs.findings import Hazard
+from hicache_obs.recorder.hold_back import HoldBack
+from hicache_obs.recorder.nvtx_ranges import NoRanges
+from hicache_obs.recorder.recorder import EventState
+from hicache_obs.recorder.ring import RingWriter
+from hicache_obs.recorder.ring_directory import create_ring
+from hicache_obs.recorder.server import Measured, ServerRecorder
+from hicache_obs.records import (
+    Access,
+    CaptureMode,
+    DefineSpace,
+    DropReason,
+    Mode,
+    PageIds,
+    Ranks,
+    Space,
+    StreamId,
+    StreamKind,
+)
+from hicache_obs.sglang.page_ids import Convert, PageReader
+from hicache_obs.streams.protocol import Device, Stream
+
+MAX_FAILURES: Final = 16
+"""Failures in a row of one hook that switch it off, and of all hooks together that switch capture off."""
+MAX_EVENTS: Final = 1 << 16
+FLUSH_S: Final = 0.1
+IN_STREAM_CALL: Final = "in_stream_call"
+"""Group of the hooks on streams and events."""
+_MARK: Final = "_hicache_obs"
+_LOG: Final = logging.getLogger("hicache_obs.sglang")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRef:
+    """Name and handle of an engine's stream: the part of ``streams.protocol.Stream`` that a recorder reads."""
+
+    stream_id: StreamId
+    name: str
+    kind: StreamKind = StreamKind.NONBLOCKING
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the hooks of a process have done.
+
+    Attributes:
+        calls: Hooked calls seen while recording.
+        errors: Failures inside hooks, by target.
+        fences_added: Missing fences issued in mode ``enforce``, by what they protect.
+        resets: How often the cache was reset.
+    """
+
+    calls: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    fences_added: dict[str, int] = field(default_factory=dict)
+    resets: int = 0
+
+
+class Session:
+    """State of the hooks of one process. Hooks on any thread may call anything here.
+
+    Args:
+        engine: Name and version of the observed engine; part of every fingerprint.
+        mode: Observe, or also issue missing fences.
+        role: What the process does; the first word of the ring's name.
+        current_stream: The engine's current stream on the calling thread.
+        reader: Reads index tensors.
+        ranks: Asked once, when the ring is made.
+        timing: Gives the device whose event pairs time rounds, fences and copies; asked until there is one.
+        on_open: Called with the session once the ring exists.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        *,
+        mode: CaptureMode = CaptureMode.OBSERVE,
+        role: str = "scheduler",
+        current_stream: Callable[[], Any],
+        reader: PageReader | None = None,
+        ranks: Callable[[], Ranks] = Ranks,
+        timing: Callable[[], Device | None] | None = None,
+        on_open: Callable[[Session], None] = lambda session: None,
+    ) -> None:
+        self.engine: Final = engine
+        self.enforcing: Final = mode is CaptureMode.ENFORCE
+        self.counters: Final = Counters()
+        self.local: Final = threading.local()
+        self.missing: Final[dict[Hazard, str]] = {}
+        """Why each hazard cannot be observed."""
+        self.forward_stream: Any = None
+        """The stream the last forward round was launched on, the engine's own object."""
+        self.max_read_ids: Final = read_setting("read_ids")[0]
+        self._mode = mode
+        self._role = role
+        self._current_stream = current_stream
+        self._reader = reader
+        self._ranks = ranks
+        self._timing = timing
+        self._clock: Device | None = None
+        self._on_open = on_open
+        self._lock = threading.RLock()
+        self._off = False
+        self._row = 0
+        self._ring: RingWriter | None = None
+        self._sink: HoldBack | None = None
+        self._recorder: ServerRecorder | None = None
+        self._streams: dict[int, Stream] = {}
+        self._roles: dict[int, str] = {}
+        self._stream_numbers = itertools.count(1)
+        self._events: dict[int, tuple[Any, EventState]] = {}
+        self._pools: dict[int, tuple[Any, int]] = {}
+        self._host_pools: dict[int, tuple[Any, int]] = {}
+        self._graphs: dict[tuple[int, str], int] = {}
+        self._numbers = itertools.count(1)
+        os.register_at_fork(after_in_child=self._in_child)
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    @property
+    def recording(self) -> bool:
+        """Whether hooks do anything. Cheap; asked at every hooked call."""
+        if self._off:
+            return False
+        ring = self._ring
+        if ring is None:
+            return self._open()
+        if not ring.writable:
+            return False
+        if ring.off:
+            ring.drop(DropReason.SWITCHED_OFF)
+            return False
+        return True
+
+    @property
+    def off(self) -> bool:
+        """Whether capture has ended for good: closed, or too much went wrong."""
+        return self._off
+
+    @property
+    def recorder(self) -> ServerRecorder:
+        """Where hooks put their records. Only while ``recording``."""
+        assert self._recorder is not None
+        return self._recorder
+
+    @property
+    def ring(self) -> RingWriter | None:
+        """The ring, once there is one."""
+        return self._ring
+
+    def number(self) -> int:
+        """A number nobody else has in this process: a round, a transfer, a channel."""
+        return next(self._numbers)
+
+    def close(self) -> None:
+        """Write what is kept back and close the ring; hooks do nothing from now on. Waits for nothing."""
+        self._off = True
+        with self._lock:
+            if self._sink is not None and self._recorder is not None and self._ring is not None:
+                self._state_counters()
+                self._sink.flush()
+                self._ring.close()
+
+    def start_timing(self, stream: Any) -> Measured | None:
+        """Begin to measure what is launched on ``stream``, the engine's own object. Partner of ``stop_timing``."""
+        if self._timing is None:
+            return None
+        with self.quietly():
+            if self._clock is None:
+                self._clock = self._timing()
+            if self._clock is None:
+                return None
+            probe = self._clock.probe()
+            probe.begin(stream)  # type: ignore[attr-defined] # only probes of begin and end are taken
+        return Measured(probe, self._clock)
+
+    def stop_timing(self, measured: Measured | None, stream: Any) -> None:
+        """What was to be measured is launched. Partner of ``start_timing``."""
+        if measured is not None:
+            with self.quietly():
+                measured.probe.end(stream)  # type: ignore[attr-defined] # as above
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Stream and event calls inside the block are our own: nobody's order, and not recorded."""
+        outer = getattr(self.local, IN_STREAM_CALL, False)
+        setattr(self.local, IN_STREAM_CALL, True)
+        try:
+            yield
+        finally:
+            setattr(self.local, IN_STREAM_CALL, outer)
+
+    # -- numbers ---------------------------------------------------------------------------------------------
+
+    def raw_current_stream(self) -> Any:
+        """The calling thread's current stream, the engine's own object."""
+        return self._current_stream()
+
+    def current_stream(self) -> Stream:
+        """The calling thread's current stream."""
+        return self.stream(self._current_stream())
+
+    def graph(self, runner: Any, key: object) -> int:
+        """Number of the executable graph that ``runner`` keeps under ``key``."""
+        with self._lock:
+            return self._graphs.setdefault((id(runner), repr(key)), len(self._graphs))
+
+    def stream(self, stream: Any, role: str = "") -> Stream:
+        """How ``stream`` is recorded: by its handle, for two objects may be one stream.
+
+        Args:
+            role: What the engine uses it for; its name from the first call on that says so.
+        """
+        handle = getattr(stream, "cuda_stream", None)
+        if handle is None:
+            handle = getattr(stream, "stream_id", None)
+        if handle is None:
+            handle = getattr(stream, _MARK, None)
+            if handle is None:
+                handle = next(self._stream_numbers)
+                setattr(stream, _MARK, handle)
+        known = self._streams.get(handle)
+        if known is None or (role and handle not in self._roles):
+            known = self._name_stream(int(handle), role, legacy=not handle and hasattr(stream, "cuda_stream"))
+        return known
+
+    def event(self, event: Any) -> EventState:
+        """What the recorder keeps about ``event``."""
+        state = getattr(event, _MARK, None)
+        if state is None:
+            known = self._events.get(id(event))
+            if known is not None and known[0] is event:
+                return known[1]
+            state = self.recorder.new_event()
+            try:
+                setattr(event, _MARK, state)
+            except AttributeError:  # an event class with slots: kept, so that its id stays its own
+                while len(self._events) >= MAX_EVENTS:
+                    self._events.pop(next(iter(self._events)), None)
+                self._events[id(event)] = event, state
+        assert isinstance(state, EventState)
+        return state
+
+    def pool(self, pool: Any, space: Space) -> int:
+        """Number of a page pool among those of its space; its name and layer count go into the ring once."""
+        pools = self._pools if space is Space.DEVICE else self._host_pools
+        known = pools.get(id(pool))
+        if known is None:
+            with self._lock:
+                known = pools.setdefault(id(pool), (pool, len(pools)))
+            layers = getattr(pool, "layer_num", 0)
+            self.recorder.define_pool(
+                f"{type(pool).__name__} {known[1]}",
+                layers if isinstance(layers, int) else 0,
+                pool=known[1],
+                space=space,
+            )
+        return known[1]
+
+    def access(self, space: Space, mode: Mode, pool: Any, tensor: Any, convert: Convert) -> Access | None:
+        """``tensor``'s pages of ``pool``; ``None`` if they are lost, which is then counted."""
+        ids = self.ids(tensor, convert)
+        return None if ids is None else Access(space, mode, ids, self.pool(pool, space))
+
+    def ids(
+        self,
+        tensor: Any,
+        convert: Convert,
+        *,
+        derive: Callable[[Any], Any] | None = None,
+        count: int | None = None,
+    ) -> PageIds | None:
+        """Page ids of an index tensor, perhaps late ones; ``None`` if they are lost, which is then counted.
+
+        See ``PageReader.read`` for the arguments.
+        """
+        assert self._reader is not None
+        with self.quietly():
+            ids = self._reader.read(tensor, convert, derive=derive, count=count)
+        if ids is None and self._sink is not None:
+            self._sink.drop(DropReason.ARENA_FULL)
+        return ids
+
+    # -- what goes wrong -------------------------------------------------------------------------------------
+
+    def unobservable(self, hazards: tuple[Hazard, ...], reason: str) -> None:
+        """These hazards cannot be seen in this process. The first reason stays."""
+        for hazard in hazards:
+            if hazard not in self.missing:
+                self.missing[hazard] = reason
+                self._state_observable()
+
+    def hook_failed(self, target: str, error: BaseException) -> int:
+        """A hook raised: count, log once per hook, switch capture off after too many in a row. Never raises.
+
+        Returns:
+            How often this hook has failed so far.
+        """
+        try:
+            with self._lock:
+                errors = self.counters.errors
+                errors[target] = count = errors.get(target, 0) + 1
+                self._row += 1
+                row = self._row
+                if self._sink is not None:
+                    self._sink.drop(DropReason.RECORDER_ERROR)
+            if count == 1:
+                _LOG.warning("hicache-obs: hook on %s failed; the server is not affected", target, exc_info=error)
+            if row == MAX_FAILURES:
+                self._switch_off(f"{row} failures in a row, last {type(error).__name__} in the hook on {target}")
+            return count
+        except Exception:  # noqa: BLE001 the last line of defence
+            return MAX_FAILURES
+
+    def hook_worked(self) -> None:
+        """A hook did its work: the row of failures is over."""
+        self._row = 0
+
+    def count_fence(self, protects: str) -> None:
+        """A missing fence was issued (mode ``enforce``); ``protects`` is ``load`` or ``write``."""
+        added = self.counters.fences_added
+        added[protects] = count = added.get(protects, 0) + 1
+        if count == 1:
+            _LOG.warning(
+                "hicache-obs: %s has no %s fence here; mode enforce issues one before each transfer",
+                self.engine,
+                protects,
+            )
+        self.recorder.status(f"fences added {protects}", count)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _open(self) -> bool:
+        with self._lock:
+            if self._ring is not None or self._off:
+                return self._ring is not None
+            try:
+                self._ring = ring = create_ring(
+                    self._role,
+                    self._ranks(),
+                    slots=read_setting("ring_slots")[0],
+                    arena_words=read_setting("arena_ids")[0],
+                    mode=self._mode,
+                )
+                self._sink = sink = HoldBack(ring)
+                if self._reader is not None:
+                    self._reader.on_late = sink.expect
+                self._recorder = ServerRecorder(self._sink, clock=time.monotonic_ns, ranges=NoRanges())
+                self._recorder.define_engine(self.engine)
+                self._state_observable()
+                threading.Thread(target=self._flush_until_closed, name="hicache-obs-flush", daemon=True).start()
+                self._on_open(self)
+            except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+                self._switch_off(f"{type(error).__name__}: {error}")
+                return False
+            return True
+
+    def _switch_off(self, reason: str) -> None:
+        self._off = True
+        _LOG.error("hicache-obs: nothing is recorded from now on: %s", reason)
+
+    def _state_observable(self) -> None:
+        """In the ring's header, for whoever shows that a hazard is out of sight rather than absent."""
+        if self._ring is not None:
+            self._ring.state_observable(hazard for hazard in Hazard if hazard not in self.missing)
+
+    def _state_counters(self) -> None:
+        self.recorder.status("hooked calls", self.counters.calls)
+        self.recorder.status("hook errors", sum(self.counters.errors.values()))
+
+    def _flush_until_closed(self) -> None:
+        """Write late records, say that the process is alive, and from time to time what the hooks have done."""
+        sink, recorder, ring = self._sink, self._recorder, self._ring
+        assert sink is not None
+        assert recorder is not None
+        assert ring is not None
+        setattr(self.local, IN_STREAM_CALL, True)  # this thread's event queries are our own
+        stated = 0
+        while ring.writable and not self._off:
+            time.sleep(FLUSH_S)
+            sink.flush()
+            recorder.resolve()
+            if self.counters.calls != stated and ring.mode is not CaptureMode.OFF:
+                stated = self.counters.calls
+                self._state_counters()
+
+    def _name_stream(self, handle: int, role: str, *, legacy: bool) -> Stream:
+        kind = StreamKind.LEGACY if legacy else StreamKind.NONBLOCKING
+        with self._lock:
+            if role:
+                self._roles[handle] = role
+            ref = cast(Stream, StreamRef(StreamId(handle), role or f"stream {handle:#x}", kind))
+            known = handle in self._streams
+            self._streams[handle] = ref
+        if known:
+            self.recorder.define(DefineSpace.STREAM, handle, ref.name, kind)
+        return ref
+
+    def _in_child(self) -> None:
+        """In a fork: a ring that was open is the parent's, and nothing is recorded; else this is a new process."""
+        self._lock = threading.RLock()
+        if self._ring is not None:
+            self._off = True

@@ -1,0 +1,331 @@
+"""Hooks on HiCache's transfers: what is copied, on which stream, for whom, and the layer events that readers wait on.
+
+A copy is recorded by the host pool's own copy function, on the stream that is current in it: that is what runs,
+whichever of the paths in SGLang asked for it. The path only names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hicache_obs.findings import Hazard
+from hicache_obs.recorder.server import Measured
+from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, Purpose, Space, Work
+from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.fences import add_load_fence, add_write_fence
+from hicache_obs.sglang.forwards import next_layer, waited
+from hicache_obs.sglang.page_ids import Convert
+from hicache_obs.sglang.pages import page_size
+from hicache_obs.sglang.session import Session
+from hicache_obs.sglang.versions import Versions
+
+_REMEMBERED: Final = 8
+TIME_EVERY: Final = 16
+"""Layers are timed in every so-many-th transfer: an event pair per layer would cost more than all the rest."""
+_LOADS: Final = (Hazard.WAW_FORWARD_RESTORE, Hazard.WAR_FORWARD_RESTORE, Hazard.RAW_RESTORE_FORWARD)
+_WRITES: Final = (Hazard.RAW_FORWARD_BACKUP, Hazard.WAR_BACKUP_FORWARD)
+_LAYERS: Final = (Hazard.RAW_RESTORE_FORWARD,)
+
+LOAD_BACK: Final = "load-back"
+WRITE_BACK: Final = "write-back"
+
+
+# -- paths: who asked for a transfer ---------------------------------------------------------------------------
+
+
+def _enter(path: str) -> Callable[..., str | None]:
+    def before(session: Session, *_: Any, **__: Any) -> str | None:
+        outer: str | None = getattr(session.local, "path", None)
+        session.local.path = outer or path
+        return outer
+
+    return before
+
+
+def _leave(session: Session, outer: str | None, *_: Any, **__: Any) -> None:
+    session.local.path = outer
+
+
+def _before_start_loading(session: Session, controller: Any) -> tuple[str | None, Purpose | None]:
+    outer = _enter(LOAD_BACK)(session)
+    purpose = getattr(session.local, "purpose", None)
+    if controller.load_queue:
+        session.local.transfer = session.number()
+        stream = load_stream(controller)
+        session.stream(stream, LOAD_BACK)
+        session.stream(session.raw_current_stream(), "schedule")
+        session.local.purpose = Purpose.LOAD_FENCE
+        if session.enforcing and getattr(controller, "load_fence_stream", None) is None:
+            add_load_fence(session, stream)
+    return outer, purpose
+
+
+def _before_start_writing(session: Session, controller: Any) -> tuple[str | None, Purpose | None]:
+    outer = _enter(WRITE_BACK)(session)
+    purpose = getattr(session.local, "purpose", None)
+    if controller.write_queue:
+        session.local.transfer = session.number()
+        stream = write_stream(controller)
+        session.stream(stream, WRITE_BACK)
+        session.local.purpose = Purpose.WRITE_FENCE
+        if session.enforcing and getattr(controller, "write_fence_stream", None) is None:
+            add_write_fence(session, stream)
+    return outer, purpose
+
+
+def _after_start(session: Session, outer: tuple[str | None, Purpose | None], *_: Any, **__: Any) -> None:
+    session.local.path, session.local.purpose = outer
+
+
+def load_stream(controller: Any) -> Any:
+    """The stream a controller's load-backs run on."""
+    engine = getattr(controller, "l2_transfer_engine", None)
+    return controller.load_stream if engine is None else engine.host_to_device_stream
+
+
+def write_stream(controller: Any) -> Any:
+    """The stream a controller's write-backs run on."""
+    engine = getattr(controller, "l2_transfer_engine", None)
+    return controller.write_stream if engine is None else engine.device_to_host_stream
+
+
+def _before_submit_load(session: Session, engine: Any, *_: Any, **__: Any) -> None:
+    _before_submit(session, engine.host_to_device_stream, LOAD_BACK, add_load_fence)
+
+
+def _before_submit_write(session: Session, engine: Any, *_: Any, **__: Any) -> None:
+    _before_submit(session, engine.device_to_host_stream, WRITE_BACK, add_write_fence)
+
+
+def _before_submit(session: Session, stream: Any, role: str, add_fence: Callable[[Session, Any], None]) -> None:
+    """A path that goes straight to the engine: nobody has fenced it, and it has no transfer number yet."""
+    session.stream(stream, role)
+    if getattr(session.local, "purpose", None) not in (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE):
+        session.local.transfer = session.number()
+        if session.enforcing:
+            add_fence(session, stream)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy that is being launched."""
+
+    work: Work
+    stream: Any
+    measured: Measured | None
+
+
+# -- copies ----------------------------------------------------------------------------------------------------
+
+
+def _before_load_layer(
+    session: Session,
+    host_pool: Any,
+    device_pool: Any,
+    host_indices: Any,
+    device_indices: Any,
+    layer_id: int,
+    *_: Any,
+    **__: Any,
+) -> _Copy | None:
+    layers = (int(layer_id), int(layer_id) + 1)
+    return _copy(session, host_pool, device_pool, host_indices, device_indices, layers, Direction.HOST_TO_DEVICE)
+
+
+def _before_backup_all(
+    session: Session, host_pool: Any, device_pool: Any, host_indices: Any, device_indices: Any, *_: Any, **__: Any
+) -> _Copy | None:
+    return _copy(session, host_pool, device_pool, host_indices, device_indices, ALL_LAYERS, Direction.DEVICE_TO_HOST)
+
+
+def _copy(
+    session: Session,
+    host_pool: Any,
+    device_pool: Any,
+    host_indices: Any,
+    device_indices: Any,
+    layers: tuple[int, int],
+    direction: Direction,
+) -> _Copy | None:
+    accesses = _accesses(session, host_pool, device_pool, host_indices, device_indices, direction)
+    if accesses is None:
+        return None
+    path = getattr(session.local, "path", None) or "direct"
+    count = 1 if layers is ALL_LAYERS else max(1, getattr(host_pool, "layer_num", 1))
+    size_bytes = int(host_indices.numel() * getattr(host_pool, "size_per_token", 0) // count)
+    work = Work(f"{path} copy", accesses, layers, getattr(session.local, "transfer", 0), direction, size_bytes)
+    stream = session.raw_current_stream()
+    timed = layers is ALL_LAYERS or work.group % TIME_EVERY == 0
+    return _Copy(work, stream, session.start_timing(stream) if timed else None)
+
+
+def _after_copy(session: Session, copy: _Copy | None, *_: Any, **__: Any) -> None:
+    """The copy is launched: it goes into the ring with what was measured around it."""
+    if copy is not None:
+        session.stop_timing(copy.measured, copy.stream)
+        session.recorder.enqueue(session.stream(copy.stream), copy.work, copy.measured)
+
+
+def _accesses(
+    session: Session, host_pool: Any, device_pool: Any, host_indices: Any, device_indices: Any, direction: Direction
+) -> tuple[Access, ...] | None:
+    """What one copy touches; the same object for all layers of a transfer, so that its pages are stored once."""
+    remembered: dict[tuple[int, ...], tuple[Any, ...]] | None = getattr(session.local, "copies", None)
+    if remembered is None:
+        remembered = session.local.copies = {}
+    key = (id(host_indices), id(device_indices), id(host_pool), id(device_pool), direction)
+    known = remembered.get(key)
+    if known is not None:
+        found: tuple[Access, ...] | None = known[0]
+        return found
+    if getattr(device_pool, "host_transfer_translate", None) is not None:
+        session.unobservable((*_LOADS, *_WRITES), "the device pool moves pages: its ids are virtual")
+    load = direction is Direction.HOST_TO_DEVICE
+    host_mode, device_mode = (Mode.READ, Mode.WRITE) if load else (Mode.WRITE, Mode.READ)
+    from_host = session.access(Space.HOST, host_mode, host_pool, host_indices, Convert(page_size(host_pool)))
+    convert = Convert(page_size(device_pool), skip_zero=True)
+    on_device = session.access(Space.DEVICE, device_mode, device_pool, device_indices, convert)
+    accesses = None if from_host is None or on_device is None else (from_host, on_device)
+    while len(remembered) >= _REMEMBERED:
+        del remembered[next(iter(remembered))]
+    # The tensors are kept with it: their ids must not become other tensors'.
+    remembered[key] = accesses, host_indices, device_indices
+    return accesses
+
+
+# -- layer events ----------------------------------------------------------------------------------------------
+
+
+def _before_layer_wait(session: Session, event: Any, layer_index: int) -> Purpose | None:
+    """A reader is about to wait for a layer: what it has launched so far is a segment of its own."""
+    outer: Purpose | None = getattr(session.local, "purpose", None)
+    next_layer(session, int(layer_index))
+    session.local.purpose = Purpose.LAYER
+    return outer
+
+
+def _after_layer_wait(session: Session, outer: Purpose | None, *_: Any) -> None:
+    session.local.purpose = outer
+    waited(session)
+
+
+def _before_move(session: Session, controller: Any, host_indices: Any, device_indices: Any) -> Any:
+    """The direct backend reads device indices on the host: that waits for the current stream."""
+    if controller.io_backend != "direct" or not getattr(device_indices, "is_cuda", False):
+        return None
+    stream = session.current_stream()
+    return stream, session.recorder.begin_stream_sync(stream)
+
+
+def _after_move(session: Session, begun: Any, *_: Any, **__: Any) -> None:
+    if begun is not None:
+        session.recorder.end_stream_sync(*begun)
+
+
+def _before_reset(session: Session, *_: Any) -> None:
+    session.counters.resets += 1
+    session.recorder.status("cache resets", session.counters.resets)
+
+
+_CONTROLLER: Final = "sglang.srt.managers.cache_controller"
+_HYBRID: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_ENGINE: Final = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine"
+_TREE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_OFFLOAD: Final = "sglang.srt.disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager"
+
+
+def _starts(owner: str, versions: Versions) -> tuple[Adapter, ...]:
+    return (
+        Adapter(
+            f"{owner}.start_loading",
+            versions,
+            before=_before_start_loading,
+            after=_after_start,
+            failed=_after_start,
+            hazards=_LOADS,
+        ),
+        Adapter(
+            f"{owner}.start_writing",
+            versions,
+            before=_before_start_writing,
+            after=_after_start,
+            failed=_after_start,
+            hazards=_WRITES,
+        ),
+    )
+
+
+def _path(target: str, name: str, versions: Versions, *, optional: bool = False) -> Adapter:
+    return Adapter(target, versions, before=_enter(name), after=_leave, failed=_leave, optional=optional)
+
+
+def _copies(module: str, pool: str, versions: Versions) -> tuple[Adapter, ...]:
+    group = "in_copy"
+    return (
+        Adapter(
+            f"{module}.{pool}.load_to_device_per_layer",
+            versions,
+            before=_before_load_layer,
+            after=_after_copy,
+            hazards=_LOADS,
+            group=group,
+        ),
+        Adapter(
+            f"{module}.{pool}.backup_from_device_all_layer",
+            versions,
+            before=_before_backup_all,
+            after=_after_copy,
+            hazards=_WRITES,
+            group=group,
+        ),
+    )
+
+
+_MHA: Final = "MHATokenToKVPoolHost"
+_MLA: Final = "MLATokenToKVPoolHost"
+_POOLS: Final = "sglang.srt.mem_cache.memory_pool_host"
+_BASE: Final = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
+
+TRANSFER_ADAPTERS: Final = (
+    *_starts(f"{_CONTROLLER}.HiCacheController", Versions("0.5.11")),
+    *_starts(_HYBRID, Versions("0.5.11", "0.5.18")),
+    Adapter(f"{_ENGINE}.submit_host_to_device", Versions("0.5.18"), before=_before_submit_load, hazards=_LOADS),
+    Adapter(f"{_ENGINE}.submit_device_to_host", Versions("0.5.18"), before=_before_submit_write, hazards=_WRITES),
+    _path(f"{_TREE}.backup_kv_cache", "retraction backup", Versions("0.5.21")),
+    _path(f"{_TREE}.restore_kv_cache", "retraction restore", Versions("0.5.21")),
+    _path(f"{_OFFLOAD}.offload_kv_cache", "decode offload", Versions("0.5.11"), optional=True),
+    *_copies(_POOLS, _MHA, Versions("0.5.11", "0.5.16")),
+    *_copies(_POOLS, _MLA, Versions("0.5.11", "0.5.16")),
+    *_copies("sglang.srt.mem_cache.pool_host.mha", _MHA, Versions("0.5.16", "0.5.21")),
+    *_copies("sglang.srt.mem_cache.pool_host.mla", _MLA, Versions("0.5.16", "0.5.21")),
+    Adapter(
+        f"{_BASE}.load_to_device_per_layer_physical",
+        Versions("0.5.21"),
+        before=_before_load_layer,
+        after=_after_copy,
+        hazards=_LOADS,
+        group="in_copy",
+    ),
+    Adapter(
+        f"{_BASE}.backup_from_device_all_layer_physical",
+        Versions("0.5.21"),
+        before=_before_backup_all,
+        after=_after_copy,
+        hazards=_WRITES,
+        group="in_copy",
+    ),
+    Adapter(
+        f"{_CONTROLLER}.LayerLoadingEvent.wait",
+        Versions("0.5.11"),
+        before=_before_layer_wait,
+        after=_after_layer_wait,
+        failed=_after_layer_wait,
+        hazards=_LAYERS,
+    ),
+    Adapter(
+        f"{_CONTROLLER}.HiCacheController.move_indices", Versions("0.5.11"), before=_before_move, after=_after_move
+    ),
+    Adapter(f"{_CONTROLLER}.HiCacheController.reset", Versions("0.5.11"), before=_before_reset),
+)

@@ -1,0 +1,92 @@
+"""What the audit reads out of a release's source, on small sources that have or lack one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hicache_obs.cli import main
+from hicache_obs.sglang.audit import Verdict, audit, barrier
+
+CONTROLLER = """
+class HiCacheController:
+    def start_loading(self):
+        {load}
+    def start_writing(self):
+        {write}
+"""
+FENCES = {
+    "load": "self.l2_transfer_engine.host_to_device_stream.wait_stream(self.load_fence_stream)",
+    "write": "self.l2_transfer_engine.device_to_host_stream.wait_stream(\n            self.write_fence_stream)",
+}
+SCHEDULER = """
+class Scheduler:
+    def __init__(self):
+        controller.load_fence_stream = self.forward_stream
+        controller.write_fence_stream = self.forward_stream
+    def _apply_war_barrier(self):
+        self.schedule_stream.{wait}
+"""
+
+
+@pytest.fixture
+def release(tmp_path):
+    def make(load=FENCES["load"], write=FENCES["write"], wait="wait_event(event)"):
+        managers = tmp_path / "sglang" / "srt" / "managers"
+        managers.mkdir(parents=True)
+        (managers / "cache_controller.py").write_text(CONTROLLER.format(load=load, write=write))
+        (managers / "scheduler.py").write_text(SCHEDULER.format(wait=wait))
+        (tmp_path / "sglang-0.5.23.dist-info").mkdir()
+        return tmp_path / "sglang"
+
+    return make
+
+
+def verdicts(source):
+    return {audited.path.path: audited.verdict for audited in audit(source)}
+
+
+def test_a_release_with_both_fences_is_ordered(release):
+    source = release()
+    found = verdicts(source)
+    assert found["load-back"] is found["write-back"] is Verdict.ORDERED
+    assert found["retraction, backup"] is Verdict.ABSENT
+    (load,) = (audited for audited in audit(source) if audited.path.path == "load-back")
+    assert load.where == (
+        "managers/cache_controller.py:3",
+        "managers/cache_controller.py:4",
+        "managers/scheduler.py:4",
+    )
+
+
+@pytest.mark.parametrize(("missing", "path"), [("load", "load-back"), ("write", "write-back")])
+def test_one_missing_line_is_a_race_and_the_line_is_named(release, capsys, missing, path):
+    source = release(**{missing: "pass"})
+    found = verdicts(source)
+    assert found[path] is Verdict.RACE
+    assert [verdict for verdict in found.values() if verdict is Verdict.RACE] == [Verdict.RACE]
+    assert main(["audit-sglang", str(source.parent)]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("SGLang 0.5.23; the schedule stream waits for the read-done event")
+    assert f"wait_stream(self.{missing}_fence_stream)" in text
+
+
+@pytest.mark.parametrize(
+    ("wait", "words"),
+    [
+        ("wait_event(event)", "the read-done event where a round publishes one"),
+        ("wait_stream(self.forward_stream)", "the whole round"),
+        ("query()", "nothing"),
+    ],
+)
+def test_the_barrier_is_read(release, wait, words):
+    assert barrier(release(wait=wait)).startswith(words)
+
+
+def test_json_and_a_folder_without_sglang(release, capsys, tmp_path):
+    assert main(["audit-sglang", "--json", str(release().parent)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["verdict"] == "ordered"
+    (tmp_path / "empty").mkdir()
+    assert main(["audit-sglang", str(tmp_path / "empty")]) == 2
+    assert "no SGLang release; expected a folder that holds sglang/srt" in capsys.readouterr().err

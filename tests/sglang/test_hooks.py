@@ -1,0 +1,259 @@
+"""What the hooks on rounds and copies put into the ring: on stand-ins of SGLang objects, with their own clock."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hicache_obs.findings import Hazard
+from hicache_obs.readers.ring import read_ring
+from hicache_obs.records import (
+    ALL_LAYERS,
+    CaptureMode,
+    Direction,
+    EventRecord,
+    EventWait,
+    GraphNode,
+    GraphReplay,
+    HostSync,
+    Kernel,
+    Memcpy,
+    PageAlloc,
+    PageFree,
+    Purpose,
+    Times,
+    WaitStream,
+)
+from hicache_obs.sglang import pages, streams
+from hicache_obs.sglang.guard import around
+from hicache_obs.sglang.page_ids import PageReader
+from hicache_obs.sglang.session import IN_STREAM_CALL, Session
+from hicache_obs.sglang.table import SGLANG_ADAPTERS
+from hicache_obs.sglang.tensors import TENSOR_ADAPTERS
+
+
+class Probe:
+    """An event pair that is complete as soon as it is over."""
+
+    def __init__(self, log):
+        self.log, self.over = log, False
+
+    def begin(self, stream):
+        self.log.append(("begin", stream.cuda_stream))
+
+    def end(self, stream):
+        self.log.append(("end", stream.cuda_stream))
+        self.over = True
+
+    def ready(self):
+        return self.over
+
+    def times_ns(self):
+        return 100, 200
+
+
+class Stream:
+    def __init__(self, handle):
+        self.cuda_stream = handle
+
+    def wait_stream(self, other):
+        self.waited_for = other
+
+
+class Server:
+    """A session and what the hooks are called with."""
+
+    def __init__(self, **options):
+        self.current = Stream(5)
+        self.log = []
+        self.clock = SimpleNamespace(probe=lambda: Probe(self.log), clock_error_ns=3)
+        self.session = Session(
+            "SGLang 0.5.23",
+            current_stream=lambda: self.current,
+            reader=PageReader(lambda: None, lambda ids: None),
+            timing=lambda: self.clock,
+            **options,
+        )
+        assert self.session.recording
+        self.pool = SimpleNamespace(page_size=4, layer_num=3)
+        table = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 0], [8, 9, 10, 11, 4, 5, 99, 99]], dtype=torch.int32)
+        self.runner = SimpleNamespace(
+            token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=table), marker=None
+        )
+        self.batch = SimpleNamespace(
+            out_cache_loc=torch.tensor([5, 0]),
+            seq_lens_cpu=torch.tensor([6]),
+            seq_lens=torch.tensor([6]),
+            req_pool_indices=torch.tensor([1]),
+        )
+
+    def call(self, name, *args, original=lambda *args, **kwargs: None, **kwargs):
+        row = next(row for row in SGLANG_ADAPTERS if row.target.endswith(name) and (0, 5, 23) in row.versions)
+        return around(self.session, row)(original, *args, **kwargs)
+
+    def records(self, *kinds):
+        self.session.recorder.resolve()
+        self.session.close()
+        assert self.session.counters.errors == {}
+        return [record for record in read_ring(self.session.ring.path) if isinstance(record, kinds)]
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("HICACHE_OBS_DIR", str(tmp_path / "rings"))
+    monkeypatch.setenv("HICACHE_OBS_RING_SLOTS", "256")
+    monkeypatch.setenv("HICACHE_OBS_ARENA_IDS", "1024")
+    return Server
+
+
+def test_a_round_writes_its_slots_and_reads_its_requests_pages(server):
+    it = server()
+    it.call("ModelRunner.forward", it.runner, it.batch)
+    kernel, times = it.records(Kernel, Times)
+    assert [(access.mode.name, access.ids.tolist()) for access in kernel.accesses] == [("WRITE", [1]), ("READ", [1, 2])]
+    assert (kernel.stream, kernel.layers) == (5, ALL_LAYERS)
+    assert (times.op, times.start_ns, times.end_ns, times.error_ns) == (kernel.op, 100, 200, 3)
+    assert it.log == [("begin", 5), ("end", 5)]
+
+
+def test_a_layer_wait_ends_a_segment_and_starts_another_measurement(server):
+    it = server()
+
+    def forward(runner, batch):
+        it.call("LayerLoadingEvent.wait", SimpleNamespace(), 0)
+        it.call("LayerLoadingEvent.wait", SimpleNamespace(), 2)
+
+    it.call("ModelRunner.forward", it.runner, it.batch, original=forward)
+    kernels = it.records(Kernel)
+    assert [kernel.layers for kernel in kernels] == [(0, 2), (2, ALL_LAYERS[1])]
+    assert len({kernel.group for kernel in kernels}) == 1
+    assert it.log == [("begin", 5), ("end", 5)] * 2
+
+
+def test_an_event_recorded_inside_a_round_does_not_cover_it(server):
+    it = server()
+    record = next(row for row in streams.stream_adapters("a.Stream", "a.Event") if row.target == "a.Event.record")
+
+    class Event:
+        pass
+
+    def forward(runner, batch):
+        around(it.session, record)(lambda event: None, Event())
+
+    it.call("ModelRunner.forward", it.runner, it.batch, original=forward)
+    inside, kernel = it.records(EventRecord, Kernel)
+    assert (type(inside), type(kernel)) == (EventRecord, Kernel)
+
+
+def test_a_graph_replay_has_its_own_event_before_its_accesses(server):
+    it = server()
+
+    class Event:
+        pass
+
+    graphs = SimpleNamespace(in_graph_metadata_prep_done=Event(), model_runner=it.runner, _replay_graph_key=8)
+    it.runner.shared_read_done_event = graphs.in_graph_metadata_prep_done
+
+    def forward(runner, batch):
+        it.call("DecodeCudaGraphRunner.execute", graphs, batch)
+
+    it.call("ModelRunner.forward", it.runner, it.batch, original=forward)
+    replay, first, second = it.records(GraphReplay, GraphNode)
+    assert (replay.nodes, replay.accesses) == (2, ())
+    assert first.event is not None
+    assert (second.event, len(second.accesses)) == (None, 2)
+
+
+def test_a_round_that_reads_too_much_says_that_reads_are_out_of_sight(server, monkeypatch):
+    monkeypatch.setenv("HICACHE_OBS_READ_IDS", "1")
+    it = server()
+    it.call("ModelRunner.forward", it.runner, it.batch)
+    assert it.session.missing[Hazard.WAR_FORWARD_RESTORE] == "a round reads more than HICACHE_OBS_READ_IDS=1 pages"
+    (kernel,) = it.records(Kernel)
+    assert len(kernel.accesses) == 1
+
+
+def test_the_copies_of_a_transfer_share_their_pages_and_one_in_sixteen_transfers_is_timed(server):
+    it = server()
+    host = SimpleNamespace(page_size=4, layer_num=3, size_per_token=24)
+    there, here = torch.arange(4, 12), torch.arange(8, 16)
+    for transfer in (15, 16):
+        it.session.local.transfer = transfer
+        for layer in range(3):
+            it.call("load_to_device_per_layer_physical", host, it.pool, there, here, layer, "direct")
+    copies = it.records(Memcpy)
+    assert [copy.layers for copy in copies] == [(0, 1), (1, 2), (2, 3)] * 2
+    assert all(copy.direction is Direction.HOST_TO_DEVICE and copy.size_bytes == 8 * 24 // 3 for copy in copies)
+    assert [access.ids.tolist() for access in copies[0].accesses] == [[1, 2], [2, 3]]
+    assert copies[0].accesses[0].ids is copies[1].accesses[0].ids
+    assert it.log == [("begin", 5), ("end", 5)] * 3
+
+
+def test_enforce_issues_a_load_fence_once_there_is_a_round_and_only_where_none_is(server):
+
+    it = server(mode=CaptureMode.ENFORCE)
+    load = Stream(9)
+    controller = SimpleNamespace(
+        load_queue=[1], l2_transfer_engine=SimpleNamespace(host_to_device_stream=load), load_fence_stream=None
+    )
+    it.call("HiCacheController.start_loading", controller)
+    assert it.session.counters.fences_added == {}
+    it.call("ModelRunner.forward", it.runner, it.batch)
+    it.call("HiCacheController.start_loading", controller)
+    assert load.waited_for is it.current
+    assert it.session.counters.fences_added == {"load": 1}
+    controller.load_fence_stream = it.current
+    it.call("HiCacheController.start_loading", controller)
+    assert it.session.counters.fences_added == {"load": 1}
+
+
+def test_a_fence_is_told_from_other_waits_and_is_timed(server):
+    it = server()
+    waits = {row.target: row for row in streams.stream_adapters("a.Stream", "a.Event")}
+
+    def start(controller):
+        around(it.session, waits["a.Stream.wait_stream"])(lambda *args: None, Stream(9), it.current)
+        around(it.session, waits["a.Event.wait"])(lambda *args: None, SimpleNamespace(), Stream(9))
+
+    controller = SimpleNamespace(
+        load_queue=[1], l2_transfer_engine=SimpleNamespace(host_to_device_stream=Stream(9)), load_fence_stream=1
+    )
+    it.call("HiCacheController.start_loading", controller, original=start)
+    around(it.session, waits["a.Stream.wait_stream"])(lambda *args: None, Stream(9), it.current)
+    records = it.records(WaitStream, EventWait)
+    assert [record.purpose for record in records] == [Purpose.LOAD_FENCE, Purpose.START, Purpose.PLAIN]
+    assert it.log == [("begin", 9), ("end", 9)]
+
+
+def test_pages_are_new_with_their_first_slot_and_free_when_the_group_ends(server):
+    it = server()
+    allocator = SimpleNamespace(page_size=4, free_group=None, get_kvcache=lambda: it.pool)
+    name = "PagedTokenToKVPoolAllocator"
+    it.call(f"{name}.alloc_extend", allocator, original=lambda *args: torch.tensor([6, 7, 8, 9]))
+    it.call(f"{name}._release_page_ids", allocator, torch.tensor([2]), torch.tensor([3]))
+    token = SimpleNamespace(page_size=4, free_group=[], get_kvcache=lambda: it.pool)
+    it.call(".TokenToKVPoolAllocator.free", token, torch.tensor([12]))
+    allocated, *freed = it.records(PageAlloc, PageFree)
+    assert allocated.access.ids.tolist() == [2]
+    assert [record.access.ids.tolist() for record in freed] == [[2], [3]]
+    assert pages.page_size(SimpleNamespace(page_size=None)) == 1
+
+
+def test_tensor_syncs_are_those_of_device_tensors(server):
+    it = server()
+    item = next(row for row in TENSOR_ADAPTERS if row.target.endswith("item"))
+    around(it.session, item)(lambda tensor: 1, torch.tensor(3))
+    around(it.session, item)(lambda tensor: 1, SimpleNamespace(device=SimpleNamespace(type="cuda")))
+    (sync,) = it.records(HostSync)
+    assert sync.stream == 5
+
+
+def test_our_own_stream_calls_are_quiet(server):
+    it = server()
+    row = next(row for row in streams.stream_adapters("a.Stream", "a.Event") if row.target == "a.Stream.wait_stream")
+    with it.session.quietly():
+        assert getattr(it.session.local, IN_STREAM_CALL)
+        around(it.session, row)(lambda *args: None, Stream(1), Stream(2))
+    assert it.records(WaitStream) == []

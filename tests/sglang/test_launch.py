@@ -1,0 +1,56 @@
+"""The plugin starts the node's agent: once, detached, and without a word when it cannot."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+
+import pytest
+
+from hicache_obs.recorder.agent_lock import AgentLock
+from hicache_obs.sglang import launch
+
+
+class Started:
+    """Stands in for ``subprocess.Popen``."""
+
+    calls: list
+
+    def __init__(self, command, **options):
+        self.calls.append((command, options))
+
+    def wait(self):
+        return 0
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    monkeypatch.setenv("HICACHE_OBS_DIR", str(tmp_path / "rings"))
+    monkeypatch.setenv("HICACHE_OBS", "observe")
+    monkeypatch.setattr(Started, "calls", [], raising=False)
+    monkeypatch.setattr(launch.subprocess, "Popen", Started)
+    return Started.calls
+
+
+def test_it_is_started_detached_and_is_not_observed_itself(started, tmp_path):
+    launch.start_agent()
+    ((command, options),) = started
+    assert command == [sys.executable, "-m", "hicache_obs", "agent", "--dir", str(tmp_path / "rings")]
+    assert options["start_new_session"]
+    assert "HICACHE_OBS" not in options["env"]
+
+
+def test_it_is_not_started_twice(started, tmp_path):
+    (tmp_path / "rings").mkdir(mode=0o700)
+    with closing(AgentLock(tmp_path / "rings")):
+        launch.start_agent()
+    assert started == []
+
+
+def test_a_server_goes_on_without_it(monkeypatch, started, caplog):
+    def refuse(*args, **options):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(launch.subprocess, "Popen", refuse)
+    launch.start_agent()
+    assert "the agent was not started: no more processes" in caplog.text

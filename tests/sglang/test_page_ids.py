@@ -1,0 +1,224 @@
+"""Page ids without a sync: a device tensor that counts who reads it, and a pinned ring that fills up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hicache_obs.recorder.hold_back import HoldBack
+from hicache_obs.recorder.server import ServerRecorder
+from hicache_obs.records import Access, CaptureMode, DropReason, Mode, PageAlloc, PageFree, Space, Work
+from hicache_obs.sglang.page_ids import Convert, PageReader
+
+
+class CudaLike:
+    """A tensor that says it is on a GPU. Whatever would read it on the host is counted."""
+
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self, values, reads):
+        self.values = torch.tensor(values, dtype=torch.int64)
+        self.reads = reads
+
+    def numel(self):
+        return self.values.numel()
+
+    def reshape(self, *shape):
+        return self
+
+    def long(self):
+        return self
+
+    def _forbidden(self, *args, **kwargs):
+        self.reads["sync"] += 1
+        raise AssertionError("this would wait for the device")
+
+    cpu = item = tolist = numpy = __int__ = __bool__ = __len__ = __iter__ = __array__ = _forbidden
+
+
+class Pinned:
+    """A pinned host tensor; copies from a device land when the device gets there."""
+
+    def __init__(self, tensor, device):
+        self.tensor, self.device = tensor, device
+
+    def __getitem__(self, place):
+        return Pinned(self.tensor[place], self.device)
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking
+        assert self.device.current is self.device.own
+        self.device.queue.append(lambda: self.tensor.copy_(source.values))
+
+    def numpy(self):
+        return self.tensor.numpy()
+
+
+class Device:
+    """The part of torch.cuda that copies use; nothing runs before ``finish``."""
+
+    def __init__(self):
+        self.queue, self.log = [], []
+        self.own, self.engines = None, "engine's stream"
+        self.current = self.engines
+        self.done = 0
+
+    def Stream(self):  # noqa: N802 torch's name
+        self.own = "own stream"
+        return self.own
+
+    def Event(self):  # noqa: N802 torch's name
+        device = self
+
+        class Event:
+            at = None
+
+            def record(self, stream):
+                self.at = len(device.queue)
+                device.log.append(("record", stream))
+
+            def wait(self, stream):
+                device.log.append(("wait", stream))
+
+            def query(self):
+                return device.done >= self.at
+
+        return Event()
+
+    def current_stream(self):
+        return self.current
+
+    def stream(self, stream):
+        self.current = stream
+        return _Use(self)
+
+    def finish(self):
+        for work in self.queue[self.done :]:
+            work()
+        self.done = len(self.queue)
+
+
+class _Use(nullcontext):
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def __exit__(self, *exc):
+        self.device.current = self.device.engines
+
+
+class Sink:
+    """Keeps what is written."""
+
+    writable = True
+    mode = CaptureMode.OBSERVE
+
+    def __init__(self):
+        self.records, self.lost = [], Counter()
+
+    def append(self, record):
+        self.records.append(record)
+        return True
+
+    def drop(self, reason, count=1):
+        self.records.append(reason)
+        self.lost[reason] += count
+
+    def beat(self, host_ns):
+        pass
+
+
+def reader(device, ring_ids=64):
+    return PageReader(
+        lambda: device, lambda ids: Pinned(torch.zeros(ids, dtype=torch.int64), device), ring_ids=ring_ids
+    )
+
+
+def ids(record):
+    accesses = record.accesses if hasattr(record, "accesses") else (record.access,)
+    return [access.ids.tolist() for access in accesses]
+
+
+@pytest.mark.parametrize(
+    ("convert", "slots", "pages"),
+    [
+        (Convert(4), [8, 9, 10, 11, 4], [1, 2]),
+        (Convert(4, skip_zero=True), [0, 1, 12], [3]),
+        (Convert(4, first_slots_only=True), [6, 7, 8, 9], [2]),
+        (Convert(1, skip_zero=True), [0, 5, 5, 3], [3, 5]),
+    ],
+)
+def test_slots_become_pages(convert, slots, pages):
+    assert reader(Device()).read(torch.tensor(slots, dtype=torch.int32), convert).tolist() == pages
+
+
+def test_a_device_tensor_is_never_read_on_the_launching_thread():
+    device, reads, sink = Device(), Counter(), Sink()
+    held = HoldBack(sink)
+    recorder = ServerRecorder(held, clock=lambda: 7)
+    pages = reader(device)
+    pages.on_late = held.expect
+    first = pages.read(CudaLike([8, 9, 4], reads), Convert(4))
+    recorder.page_alloc(0, Access(Space.DEVICE, Mode.WRITE, first))
+    recorder.page_free(0, Access(Space.HOST, Mode.WRITE, np.array([5])))
+    assert held.flush() == 0
+    assert not any(isinstance(record, PageAlloc | PageFree) for record in sink.records)
+    assert device.log == [("record", "engine's stream"), ("wait", "own stream"), ("record", "own stream")]
+    device.finish()
+    assert held.flush() == 2
+    allocated, freed = sink.records[-2:]
+    assert (ids(allocated), ids(freed)) == ([[1, 2]], [[5]])
+    assert allocated.op < freed.op
+    assert reads["sync"] == 0
+
+
+def test_layers_of_a_transfer_go_on_sharing_their_pages():
+    device, sink = Device(), Sink()
+    held = HoldBack(sink)
+    recorder = ServerRecorder(held, clock=lambda: 7)
+    pages = reader(device)
+    pages.on_late = held.expect
+    accesses = (Access(Space.DEVICE, Mode.WRITE, pages.read(CudaLike([8], Counter()), Convert(4))),)
+    stream = SimpleNamespace(stream_id=3, name="load-back")
+    for layer in range(2):
+        recorder.enqueue(stream, Work("copy", accesses, (layer, layer + 1)))
+    device.finish()
+    held.flush()
+    one, two = sink.records[-2:]
+    assert one.accesses is two.accesses
+
+
+def test_a_full_pinned_ring_loses_the_record_and_recovers():
+    device = Device()
+    pages = reader(device, ring_ids=8)
+    first = pages.read(CudaLike(range(6), Counter()), Convert(1))
+    assert pages.read(CudaLike(range(6), Counter()), Convert(1)) is None
+    device.finish()
+    assert first.take().tolist() == [0, 1, 2, 3, 4, 5]
+    again = pages.read(CudaLike([7, 3], Counter()), Convert(1))
+    device.finish()
+    assert again.take().tolist() == [3, 7]
+    assert pages.read(CudaLike(range(9), Counter()), Convert(1)) is None
+
+
+def test_losses_keep_their_place_behind_what_is_held():
+    device, sink = Device(), Sink()
+    held = HoldBack(sink, max_held=2)
+    held.expect()
+    late = reader(device).read(CudaLike([4], Counter()), Convert(1))
+    access = Access(Space.DEVICE, Mode.WRITE, late)
+    plain = Access(Space.DEVICE, Mode.WRITE, np.array([9]))
+    assert held.append(PageAlloc(0, 0, 0, 0, access))
+    assert held.append(PageFree(1, 0, 0, 0, plain))
+    assert not held.append(PageFree(2, 0, 0, 0, plain))
+    held.drop(DropReason.ARENA_FULL, 3)
+    assert sink.records == []
+    device.finish()
+    held.flush()
+    assert [type(record).__name__ for record in sink.records] == ["PageAlloc", "PageFree", "DropReason", "DropReason"]
+    assert sink.lost == {DropReason.RING_FULL: 1, DropReason.ARENA_FULL: 3}
