@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from hicache_obs.controller.gate import WriterGate
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.exporters.catalogue import Phase
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink
+from hicache_obs.exporters.findings_board import FindingsBoard
+from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics, MetricsSink
 from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict, worst
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
@@ -217,15 +219,24 @@ class DemoRun:
         progress: Told how far each run is.
         metrics: Fed live: findings and checks from check runs, fence and transfer costs from cost runs, and what
             watching costs from both.
+        board: Gets the findings of the check runs.
 
     Raises:
         ConfigError: A setting in the environment is not allowed.
     """
 
-    def __init__(self, options: DemoOptions, *, progress: Progress, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        options: DemoOptions,
+        *,
+        progress: Progress,
+        metrics: Metrics | None = None,
+        board: FindingsBoard | None = None,
+    ) -> None:
         self._options = options
         self._progress = progress
         self._metrics = metrics
+        self._board = FindingsBoard() if board is None else board
         self._ring_slots = read_setting("ring_slots")[0]
         self._arena_ids = read_setting("arena_ids")[0]
         self._poll_s = read_setting("poll_ms")[0] / 1e3
@@ -321,7 +332,11 @@ class DemoRun:
     def _observed(
         self, fence: str, schedule: str, sinks: Sequence[AnalysisSink], *, journal: bool
     ) -> Iterator[tuple[Engine, Agent, Analyzer]]:
-        """An engine whose streams are recorded, and the agent that analyses them."""
+        """An engine whose streams are recorded, and the agent that analyses them.
+
+        Args:
+            journal: It is the run that is judged: its records are kept if asked for, and its findings shown.
+        """
         options = self._options
         with self._device(schedule) as bare, tempfile.TemporaryDirectory(prefix="hicache-obs-") as folder:
             ring = create_ring(
@@ -335,7 +350,11 @@ class DemoRun:
             engine.scheduler.on_alloc = lambda owner, pages: recorder.page_alloc(owner, device(Mode.WRITE, pages))
             engine.scheduler.on_discard = recorder.rows_discarded
             engine.scheduler.on_free = lambda owner, pages: recorder.page_free(owner, device(Mode.WRITE, pages))
-            analyzer = Analyzer(Fanout(sinks))
+            fanout = Fanout(sinks)
+            analyzer = Analyzer(fanout)
+            shown = self._board.sink(ONLY_RANK, analyzer)
+            if journal:
+                fanout.listen([*sinks, shown])
             writer = None
             if journal and options.journal is not None:
                 writer = JournalWriter(options.journal / fence, engine=ENGINE)
@@ -346,11 +365,22 @@ class DemoRun:
                 period_s=self._poll_s,
                 on_spent=self._account(recorder, bare, analyzer),
             )
+            self._show_ring(reader, running=True)
             try:
                 yield engine, agent, analyzer
+                shown.refresh()
             finally:
+                self._show_ring(reader, running=False)
                 ring.close()
                 reader.close()
+
+    def _show_ring(self, reader: RingReader, *, running: bool) -> None:
+        """What an agent of the node would say about this run's ring, when it begins and when it ends."""
+        if self._metrics is not None:
+            of = self._metrics.rank(ONLY_RANK)
+            of.gauge("rings").set(int(running))
+            of.gauge("capture_mode").set(reader.mode)
+            of.gauge("heartbeat_timestamp_seconds").set(time.time_ns())
 
     def _account(self, recorder: Recorder, bare: Device, analyzer: Analyzer) -> Callable[[int, int], None] | None:
         """``Agent(on_spent=)`` that tells the metrics what watching costs, how exact times are, what is pending."""
