@@ -28,7 +28,7 @@ class Entry:
 
     Attributes:
         rank: The rank.
-        finding: The newest of the worst verdict.
+        finding: The newest of the worst verdict; rather not a secondary one.
         verdicts: Operation pairs by verdict.
         seen_ns: Wall clock at the newest.
         radius: What they all have spoiled; ``None`` if not computed.
@@ -151,5 +151,6 @@ class BoardSink:
 _ORDER: Final = (Verdict.LATENT, Verdict.UNKNOWN, Verdict.CONTRADICTION, Verdict.VIOLATION)
 
 
-def _severity(finding: Finding) -> int:
-    return _ORDER.index(finding.verdict) if finding.verdict in _ORDER else -1
+def _severity(finding: Finding) -> tuple[int, bool]:
+    """The greater the sooner it is shown: a first race of its pages before what followed from one."""
+    return (_ORDER.index(finding.verdict) if finding.verdict in _ORDER else -1, not finding.secondary)

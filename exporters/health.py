@@ -1,4 +1,7 @@
-"""What the metrics of a node's ranks say in one word, with how much it rests on. The dashboards use the same rule."""
+"""What the metrics of a node's ranks say in one word, with how much it rests on.
+
+The dashboards use the same rule; only here an unwatched rank is not SAFE either.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Health:
     Attributes:
         violations, contradictions, latent, unknown, checked: Operation pairs.
         records, lost: Records analysed; records lost before they could be.
-        blind: Ranks that run unwatched.
+        blind: Ranks that run unwatched: their ring cannot be read or judged, or recording is switched off.
     """
 
     violations: int = 0
@@ -68,9 +71,8 @@ class RankHealth:
 
     Attributes:
         rank, totals: Whose, and what was found.
-        mode: What its process does; ``None`` without a ring that can be read.
+        mode: What its process does; ``None`` without a running process whose ring can be read.
         unread: Records in its rings that the agent has not read yet.
-        rings: Its rings of running processes.
         heartbeat_ns, analysed_ns: Wall clock when its recorder last said it is alive, and when records were last
             analysed; 0 if never.
         observable: Hazards whose records are captured.
@@ -80,7 +82,6 @@ class RankHealth:
     totals: Health
     mode: CaptureMode | None
     unread: int
-    rings: int
     heartbeat_ns: int
     analysed_ns: int
     observable: frozenset[Hazard]
@@ -102,7 +103,7 @@ def summed(ranks: Sequence[RankHealth]) -> Health:
 
 
 def _read(of: RankMetrics) -> RankHealth:
-    rings = of.value("rings")
+    mode = _mode(of.value("capture_mode")) if of.value("rings") else None
     return RankHealth(
         rank=of.rank,
         totals=Health(
@@ -113,11 +114,10 @@ def _read(of: RankMetrics) -> RankHealth:
             checked=of.total("checks_total"),
             records=of.total("records_total"),
             lost=of.total("dropped_records_total"),
-            blind=of.value("blind"),
+            blind=int(of.value("blind") or mode is CaptureMode.OFF),
         ),
-        mode=_mode(of.value("capture_mode")) if rings else None,
+        mode=mode,
         unread=of.value("unread_records"),
-        rings=rings,
         heartbeat_ns=of.value("heartbeat_timestamp_seconds"),
         analysed_ns=of.value("last_analysis_timestamp_seconds"),
         observable=frozenset(hazard for hazard in Hazard if of.value("hazard_observable", hazard.value)),

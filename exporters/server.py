@@ -14,7 +14,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
@@ -185,16 +185,19 @@ class _Loop:
         try:
             loop.run_forever()
         finally:
-            for task in (accepting, *self._connections):
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(accepting, *self._connections, return_exceptions=True))
+            loop.run_until_complete(self._finish([accepting, *self._connections]))
             self._listener.close()
-            loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 
     def stop(self) -> None:
         """End ``run``; from any thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _finish(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # aborted transports close their sockets in the next turn
 
     async def _accept(self) -> None:
         loop = self._loop

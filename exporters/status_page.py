@@ -90,7 +90,7 @@ def _verdict(total: Health, ranks: Sequence[RankHealth]) -> Html:
         "section",
         tag("p", outcome.value, class_="word"),
         tag("p", _sentence(total, ranks)),
-        tag("p", _coverage(total), class_="quiet"),
+        tag("p", _coverage(total, ranks), class_="quiet"),
         class_=f"verdict {_COLORS[outcome]}",
     )
 
@@ -125,7 +125,7 @@ def _sentence(total: Health, ranks: Sequence[RankHealth]) -> str:
 def _blind_spots(total: Health, ranks: Sequence[RankHealth]) -> list[str]:
     spots = []
     if total.blind:
-        spots.append("unwatched " + " ".join(name(rank.rank) for rank in ranks if rank.totals.blind))
+        spots.append(f"{_unwatched(ranks)} unwatched")
     if total.lost:
         spots.append(f"{_count(total.lost, 'record')} lost")
     if total.unknown:
@@ -133,13 +133,18 @@ def _blind_spots(total: Health, ranks: Sequence[RankHealth]) -> list[str]:
     return spots
 
 
-def _coverage(total: Health) -> str:
+def _unwatched(ranks: Sequence[RankHealth]) -> str:
+    return ", ".join(name(rank.rank) for rank in ranks if rank.totals.blind)
+
+
+def _coverage(total: Health, ranks: Sequence[RankHealth]) -> str:
+    unwatched = f" Unwatched: {_unwatched(ranks)}." if total.blind else ""
     if total.coverage is None:
-        return "Coverage: none."
+        return f"Coverage: none.{unwatched}"
     share = min(total.coverage * 100, 100.0 if total.coverage == 1 else 99.99)
     return (
         f"Coverage {share:.4g} %: {total.records:,} of {_count(total.records + total.lost, 'record')} analysed, "
-        f"{max(0, total.checked - total.unknown):,} of {_count(total.checked, 'checked pair')} judged."
+        f"{max(0, total.checked - total.unknown):,} of {_count(total.checked, 'checked pair')} judged.{unwatched}"
     )
 
 
@@ -148,7 +153,7 @@ def _numbers(total: Health) -> Html:
         "violations": (total.violations, "bad"),
         "contradictions": (total.contradictions, "bad"),
         "latent races": (total.latent, "warn"),
-        "could not be judged": (total.unknown, "warn"),
+        "not judged": (total.unknown, "warn"),
         "records lost": (total.lost, "warn"),
         "pairs checked": (total.checked, ""),
     }
@@ -184,7 +189,7 @@ def _finding(entries: Sequence[Entry], now_ns: int, *, first: bool) -> Html:
     finding = entry.finding
     count = sum(other.count for other in entries)
     color = "bad" if finding.verdict in _BAD else "warn"
-    seen = " ".join(name(other.rank) for other in entries)
+    seen = ", ".join(name(rank) for rank in sorted({other.rank for other in entries}, key=place))
     summary = tag(
         "summary",
         tag("code", finding.fingerprint),
@@ -233,10 +238,10 @@ def _ranks(ranks: Sequence[RankHealth], now_ns: int) -> Html:
 def _rank(rank: RankHealth, now_ns: int) -> Html:
     totals = rank.totals
     mode, alarm = ("no process", "quiet") if rank.mode is None else (_MODES[rank.mode], "")
-    if totals.blind:
-        mode, alarm = "unwatched", "bad"
-    elif rank.mode is CaptureMode.OFF:
+    if rank.mode is CaptureMode.OFF:
         alarm = "warn"
+    elif totals.blind:
+        mode, alarm = "unwatched", "bad"
     cells = [
         (totals.outcome.value, _COLORS[totals.outcome]),
         (mode, alarm),
@@ -268,6 +273,11 @@ def _foot(facts: Mapping[str, str], now_ns: int) -> Html:
     made = datetime.datetime.fromtimestamp(now_ns // 1_000_000_000, datetime.timezone.utc)
     lines = {"version": __version__, **facts, "this page": f"made {made:%Y-%m-%d %H:%M:%S} UTC"}
     return tag("footer", *(tag("span", f"{key}: {value}") for key, value in lines.items() if value))
+
+
+def place(rank: Ranks) -> tuple[int, int, int]:
+    """Sorts ranks."""
+    return rank.dp, rank.pp, rank.tp
 
 
 def name(rank: Ranks) -> str:
@@ -325,7 +335,7 @@ summary { cursor: pointer; overflow-wrap: anywhere; }
 .facts { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .5rem 0; }
 .facts dt { color: var(--quiet); } .facts dd { margin: 0; overflow-wrap: anywhere; min-width: 0; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; white-space: nowrap; }
+table { border-collapse: separate; border-spacing: 0; width: 100%; white-space: nowrap; }
 th, td { text-align: left; padding: .35rem .75rem; border-bottom: 1px solid var(--line); font-weight: 400; }
 thead th { color: var(--quiet); font-size: .875rem; }
 tbody th { font-weight: 600; position: sticky; left: 0; background: var(--ground); }
@@ -335,5 +345,7 @@ footer { display: flex; flex-wrap: wrap; gap: .15rem 1.5rem; margin-top: 2rem; p
   border-top: 1px solid var(--line); color: var(--quiet); font-size: .875rem; overflow-wrap: anywhere; }
 @media (max-width: 36rem) { .facts { grid-template-columns: 1fr; gap: 0; } .facts dd { margin-bottom: .4rem; } }
 @media print { :root { --ground: #fff; --text: #000; --quiet: #444; --line: #999; --card: #fff; }
-  nav { display: none; } details { break-inside: avoid; } .wide { overflow: visible; } table { white-space: normal; } }
+  nav { display: none; } h2 { break-after: avoid; } .numbers { grid-template-columns: repeat(6, 1fr); }
+  details { break-inside: avoid; } .wide { overflow: visible; } table { white-space: normal; }
+  details::details-content { content-visibility: visible; display: block; } }
 """

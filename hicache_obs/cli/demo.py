@@ -318,6 +318,8 @@ def _remarks(result: ModeResult) -> Iterator[str]:
     if result.lost:
         lost = f"{result.fence}: {result.lost} records were lost"
         yield f"{lost}, so verdicts may be missing; raise HICACHE_OBS_RING_SLOTS."
+    if result.journal_problem:
+        yield f"{result.fence}: the journal is incomplete ({result.journal_problem}); it says where."
     if result.unexplained_pages:
         pages = f"{result.unexplained_pages} corrupted pages"
         yield f"{result.fence}: {pages} have no finding: this is a bug in hicache-obs."

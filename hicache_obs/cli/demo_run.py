@@ -26,7 +26,7 @@ from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
-from hicache_obs.exporters.catalogue import Phase
+from hicache_obs.exporters.catalogue import Phase, RingProblem
 from hicache_obs.exporters.findings_board import FindingsBoard
 from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics, MetricsSink
 from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict, worst
@@ -35,7 +35,7 @@ from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.records import Direction, Mode, device
+from hicache_obs.records import AnyRecord, Direction, Mode, device
 from hicache_obs.streams import CostModel, open_device
 from hicache_obs.streams.protocol import Device
 
@@ -96,6 +96,7 @@ class ModeResult:
         cost: Fence costs, of the cost run.
         seconds, output_tokens: Of the cost run, for the throughput.
         lost: Records lost in either run.
+        journal_problem: Why the journal of the check run is incomplete, empty if it is not.
     """
 
     fence: str
@@ -112,6 +113,7 @@ class ModeResult:
     seconds: float = 0.0
     output_tokens: int = 0
     lost: int = 0
+    journal_problem: str = ""
 
     def verdicts(self, verdict: Verdict) -> int:
         """Operation pairs with this verdict."""
@@ -163,6 +165,30 @@ class ModeResult:
         if self.fence != "none":
             surprising += len(self.tally.defects) + self.corrupted_pages + self.wrong_requests
         return ExitCode.FINDINGS if surprising else ExitCode.CLEAN
+
+
+class _Journal:
+    """A journal whose disk may fail: what it does not hold it says itself, and the run goes on.
+
+    Args:
+        writer: Writes it.
+        on_failure: Told of each batch that could not be written.
+    """
+
+    def __init__(self, writer: JournalWriter, on_failure: Callable[[OSError], None]) -> None:
+        self._writer = writer
+        self._on_failure = on_failure
+
+    def write(self, records: Sequence[AnyRecord]) -> None:
+        """Keep ``records`` as one batch."""
+        try:
+            self._writer.write(records)
+        except OSError as error:
+            self._on_failure(error)
+
+    def close(self) -> None:
+        """End it."""
+        self._writer.close()
 
 
 class _Lineage:
@@ -236,6 +262,7 @@ class DemoRun:
         self._options = options
         self._progress = progress
         self._metrics = metrics
+        self._journal_problem = ""
         self._board = FindingsBoard() if board is None else board
         self._ring_slots = read_setting("ring_slots")[0]
         self._arena_ids = read_setting("arena_ids")[0]
@@ -260,6 +287,7 @@ class DemoRun:
         return result
 
     def _check(self, fence: str, reference: dict[int, list[int]]) -> ModeResult:
+        self._journal_problem = ""
         lineage = _Lineage()
         tally = _ExplainingTally(lineage)
         sinks = [tally, *self._metrics_sinks(findings=True)]
@@ -288,6 +316,7 @@ class DemoRun:
             unexplained_pages=explained.count(False),
             wrong_requests=sum(outputs[request] != tokens for request, tokens in reference.items()),
             lost=sum(tally.lost.values()),
+            journal_problem=self._journal_problem,
         )
 
     def _measure(self, fence: str, result: ModeResult) -> None:
@@ -357,7 +386,7 @@ class DemoRun:
                 fanout.listen([*sinks, shown])
             writer = None
             if journal and options.journal is not None:
-                writer = JournalWriter(options.journal / fence, engine=ENGINE)
+                writer = _Journal(JournalWriter(options.journal / fence, engine=ENGINE), self._journal_failed)
             reader = RingReader(ring.path)
             agent = Agent(
                 RankPipeline(reader, analyzer, journal=writer),
@@ -373,6 +402,11 @@ class DemoRun:
                 self._show_ring(reader, running=False)
                 ring.close()
                 reader.close()
+
+    def _journal_failed(self, error: OSError) -> None:
+        self._journal_problem = error.strerror or str(error)
+        if self._metrics is not None:
+            self._metrics.rank(ONLY_RANK).counter("ring_errors_total", RingProblem.JOURNAL.value).add()
 
     def _show_ring(self, reader: RingReader, *, running: bool) -> None:
         """What an agent of the node would say about this run's ring, when it begins and when it ends."""
