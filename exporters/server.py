@@ -16,6 +16,7 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from types import TracebackType
 from typing import Final
@@ -194,6 +195,7 @@ class _Loop:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _finish(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        self._connections.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -214,7 +216,13 @@ class _Loop:
                 oldest.cancel()
             task = loop.create_task(self._serve(connection))
             self._connections[task] = None
-            task.add_done_callback(lambda done: self._connections.pop(done, None))
+            task.add_done_callback(partial(self._over, connection))
+            await asyncio.sleep(0)  # accepting may not have had to wait, and must not go on for ever
+
+    def _over(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        """Also of a task that was cancelled before it began."""
+        self._connections.pop(task, None)
+        connection.close()
 
     async def _serve(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -224,13 +232,10 @@ class _Loop:
             opening = self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
             transport, _ = await asyncio.wait_for(opening, HEAD_S)
         except _LOST:
-            connection.close()
             return
-        except asyncio.CancelledError:
-            connection.close()
-            raise
         writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
         try:
+            self._check()
             await self._answer(reader, writer)
         except _LOST:
             pass  # the client went away, or is too slow
@@ -246,12 +251,19 @@ class _Loop:
         except asyncio.TimeoutError:
             answer, bare = plain(HTTPStatus.REQUEST_TIMEOUT, f"no request within {HEAD_S:g} s"), False
         else:
+            self._check()
             answer, bare = self.respond(head)
         writer.write(_encode(answer, bare=bare))
         await asyncio.wait_for(writer.drain(), ANSWER_S)
+        self._check()
         if writer.can_write_eof():
             writer.write_eof()
         await asyncio.wait_for(_discard(reader), ANSWER_S)
+
+    def _check(self) -> None:
+        """End a connection that had to make room: before Python 3.12 ``wait_for`` may swallow the cancellation."""
+        if asyncio.current_task() not in self._connections:
+            raise asyncio.CancelledError
 
     def respond(self, head: bytes) -> tuple[Answer, bool]:
         """The answer to a request, and whether its body is left out."""
