@@ -199,7 +199,8 @@ class _Loop:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # aborted transports close their sockets in the next turn
+        for _ in range(3):  # transports close their sockets some turns later, one more with TLS
+            await asyncio.sleep(0)
 
     async def _accept(self) -> None:
         loop = self._loop
@@ -229,8 +230,9 @@ class _Loop:
         reader = asyncio.StreamReader(limit=MAX_HEAD_BYTES, loop=self._loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
         try:
-            opening = self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
-            transport, _ = await asyncio.wait_for(opening, HEAD_S)
+            transport, _ = await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=HEAD_S if self._tls else None
+            )
         except _LOST:
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
