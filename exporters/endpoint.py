@@ -55,6 +55,7 @@ def serve(
     Raises:
         ConfigError: The address or port cannot be bound.
     """
+    metrics.registry()  # without the library this fails here, and not at the first scrape
     shown = dict(facts or {})
 
     def scrape(request: Request) -> Answer:

@@ -76,12 +76,12 @@ class Target:
 
 
 class Prometheus:
-    """A running Prometheus that scrapes every target ten times a second."""
+    """A running Prometheus that scrapes every target five times a second."""
 
     def __init__(self, program: Path, targets: Sequence[Target], folder: Path) -> None:
         addresses = [target.instance for target in targets]
         (folder / "prometheus.yml").write_text(
-            "global: {scrape_interval: 100ms, scrape_timeout: 100ms}\n"
+            "global: {scrape_interval: 200ms, scrape_timeout: 200ms}\n"
             "scrape_configs:\n"
             f"- {{job_name: hicache, static_configs: [{{targets: {addresses}}}]}}\n"
         )
