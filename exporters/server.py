@@ -14,7 +14,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -182,11 +182,12 @@ class _Loop:
         """Serve until ``stop``."""
         loop = self._loop
         loop.set_exception_handler(lambda _loop, context: LOG.debug("%s", context["message"]))
-        accepting = loop.create_task(self._accept())
+        self._begin()
         try:
             loop.run_forever()
         finally:
-            loop.run_until_complete(self._finish([accepting, *self._connections]))
+            loop.remove_reader(self._listener)
+            loop.run_until_complete(self._finish())
             self._listener.close()
             loop.close()
 
@@ -194,31 +195,35 @@ class _Loop:
         """End ``run``; from any thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _finish(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        self._connections.clear()
+    async def _finish(self) -> None:
+        tasks = list(self._connections)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for _ in range(3):  # transports close their sockets some turns later, one more with TLS
             await asyncio.sleep(0)
 
-    async def _accept(self) -> None:
-        loop = self._loop
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(self._listener)
-            except OSError as error:
-                LOG.debug("cannot accept a connection: %s", error)
-                await asyncio.sleep(0.1)  # out of file descriptors: some will be closed
-                continue
-            if len(self._connections) >= MAX_CONNECTIONS:
-                oldest = next(iter(self._connections))
-                del self._connections[oldest]
-                oldest.cancel()
-            task = loop.create_task(self._serve(connection))
-            self._connections[task] = None
-            task.add_done_callback(partial(self._over, connection))
-            await asyncio.sleep(0)  # accepting may not have had to wait, and must not go on for ever
+    def _begin(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Take one waiting connection; the loop calls again while there are more."""
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            LOG.debug("cannot accept a connection: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(0.1, self._begin)  # out of file descriptors: some will be closed
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.cancel()
+        task = self._loop.create_task(self._serve(connection))
+        self._connections[task] = None
+        task.add_done_callback(partial(self._over, connection))
 
     def _over(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         """Also of a task that was cancelled before it began."""
@@ -237,7 +242,6 @@ class _Loop:
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
         try:
-            self._check()
             await self._answer(reader, writer)
         except _LOST:
             pass  # the client went away, or is too slow
@@ -253,19 +257,12 @@ class _Loop:
         except asyncio.TimeoutError:
             answer, bare = plain(HTTPStatus.REQUEST_TIMEOUT, f"no request within {HEAD_S:g} s"), False
         else:
-            self._check()
             answer, bare = self.respond(head)
         writer.write(_encode(answer, bare=bare))
         await asyncio.wait_for(writer.drain(), ANSWER_S)
-        self._check()
         if writer.can_write_eof():
             writer.write_eof()
         await asyncio.wait_for(_discard(reader), ANSWER_S)
-
-    def _check(self) -> None:
-        """End a connection that had to make room: before Python 3.12 ``wait_for`` may swallow the cancellation."""
-        if asyncio.current_task() not in self._connections:
-            raise asyncio.CancelledError
 
     def respond(self, head: bytes) -> tuple[Answer, bool]:
         """The answer to a request, and whether its body is left out."""
