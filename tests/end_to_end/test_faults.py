@@ -67,7 +67,7 @@ def test_a_process_that_forks_while_it_is_observed(
 
     def fork_first(self: Recorder, *arguments: Any) -> Any:
         if len(children) < FORKS:
-            before = self._ring.path.read_bytes()
+            before = self._sink.path.read_bytes()
             child = os.fork()
             if not child:
                 try:
@@ -78,7 +78,7 @@ def test_a_process_that_forks_while_it_is_observed(
                     os._exit(0)
             children.append(child)
             assert os.waitpid(child, 0)[1] == 0
-            assert self._ring.path.read_bytes() == before
+            assert self._sink.path.read_bytes() == before
         return page_free(self, *arguments)
 
     monkeypatch.setattr(Recorder, "page_free", fork_first)
