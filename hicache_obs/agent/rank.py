@@ -16,6 +16,7 @@ from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.errors import TraceError
 from hicache_obs.exporters.catalogue import Phase, RingProblem
+from hicache_obs.exporters.findings_board import BoardSink, FindingsBoard
 from hicache_obs.exporters.prometheus import Metrics, MetricsSink
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.records import Ranks
@@ -64,6 +65,7 @@ class RankReader:
         metrics: Gets everything about this rank.
         journals: Directory of the journals; ``None`` for none.
         journal_max_bytes: Of this rank.
+        board: Gets the findings.
         more_sinks: Further listeners.
 
     Raises:
@@ -77,6 +79,7 @@ class RankReader:
         *,
         journals: Path | None,
         journal_max_bytes: int,
+        board: FindingsBoard,
         more_sinks: MoreSinks,
     ) -> None:
         self.path: Final = path
@@ -91,12 +94,14 @@ class RankReader:
             self._metrics = metrics
             self._of = metrics.rank(self.rank)
             self._journal: RingJournal | None = None
-            self._pipeline = self._open(journals, journal_max_bytes, more_sinks)
+            self._board, self._pipeline = self._open(journals, journal_max_bytes, board, more_sinks)
         except BaseException:
             self.reader.close()
             raise
 
-    def _open(self, journals: Path | None, max_bytes: int, more_sinks: MoreSinks) -> RankPipeline:
+    def _open(
+        self, journals: Path | None, max_bytes: int, board: FindingsBoard, more_sinks: MoreSinks
+    ) -> tuple[BoardSink, RankPipeline]:
         reader = self.reader
         fanout = Fanout()  # what is rebuilt has been reported by the agent before this one
         analyzer = Analyzer(fanout)
@@ -117,8 +122,9 @@ class RankReader:
                     resume=known.last,
                 )
                 self._journal.learn(known.definitions)
-        fanout.listen([MetricsSink(self._metrics, self.rank), *more_sinks(self.rank, analyzer)])
-        return RankPipeline(reader, analyzer, journal=self._journal, kept=kept)
+        shown = board.sink(self.rank, analyzer)
+        fanout.listen([MetricsSink(self._metrics, self.rank), shown, *more_sinks(self.rank, analyzer)])
+        return shown, RankPipeline(reader, analyzer, journal=self._journal, kept=kept)
 
     @property
     def journal(self) -> Path | None:
@@ -161,6 +167,7 @@ class RankReader:
         self.done = True
         try:
             self._pipeline.end()
+            self._board.refresh()
         except TraceError as error:
             self.blind = True
             self._problems.note(RingProblem.UNREADABLE, str(error))
