@@ -458,8 +458,10 @@ def _read_accesses(column: Any) -> list[_Cells]:
     starts, counts = (runs.field(name).to_numpy(zero_copy_only=False) for name in ("start", "count"))
     if runs.null_count or runs.field("start").null_count or runs.field("count").null_count:
         raise _Damaged("a page run without start or count")
-    _check_runs(starts, counts)
-    ends = np.cumsum(pages.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)).tolist()
+    lengths = pages.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    rows = np.repeat([space == ROWS_CELL for space in spaces], lengths)  # these runs count other things than pages too
+    _check_runs(starts, counts, rows.astype(bool))
+    ends = np.cumsum(lengths).tolist()
     arrays: list[PageIds] = []
     found: list[Access | _RowCell] = []
     for number, space in enumerate(spaces):
@@ -467,8 +469,10 @@ def _read_accesses(column: Any) -> list[_Cells]:
         if same is None:
             begin = ends[number - 1] if number else 0
             arrays.append(_expand(starts[begin : ends[number]], counts[begin : ends[number]]))
-        elif 0 <= same < number:
+        elif 0 <= same < number and (space == ROWS_CELL) == (spaces[same] == ROWS_CELL):
             arrays.append(arrays[same])
+        elif 0 <= same < number:
+            raise _Damaged(f"access {number} has what access {same} has, but only one of them is a row cell")
         else:
             raise _Damaged(f"access {number} has the pages of access {same}, which is not before it")
         if space == ROWS_CELL:
@@ -482,14 +486,17 @@ def _read_accesses(column: Any) -> list[_Cells]:
     return [tuple(found[begin:end]) for begin, end in zip([0, *upto[:-1]], upto, strict=True)]
 
 
-def _check_runs(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> None:
-    """Every run of a batch: its length, its pages, and how many pages there are in all."""
+def _check_runs(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], rows: npt.NDArray[np.bool_]) -> None:
+    """Every run of a batch: its length, its pages unless it is of ``rows``, and how many pages there are in all."""
     if not len(counts):
         return
     total = sum(counts.tolist())
     if counts.min() < 1 or total > MAX_PAGES:
         shortest = counts.min()
         raise _Damaged(f"page runs of {total} pages in all, the shortest {shortest}; allowed are 1 to {MAX_PAGES}")
+    starts, counts = starts[~rows], counts[~rows]
+    if not len(starts):
+        return
     low, high = int(starts.min()), int((starts + counts).max())
     if low < 0 or starts.max() >= MAX_IDS or high > MAX_IDS:
         raise _Damaged(f"page or buffer ids {low} to {high - 1}; allowed are 0 to {MAX_IDS - 1}")
