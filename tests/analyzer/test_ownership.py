@@ -105,6 +105,12 @@ def test_layers_of_one_transfer_are_judged_again_after_a_free() -> None:
     assert causes("h+5 L:w5@0 L:w5@1 h-5 L:w5@2") == [USED]
 
 
+def test_pages_are_looked_up_once_per_transfer() -> None:
+    """Not once per layer, unless an allocator was called in between."""
+    assert analyse(History("h+5 F:w5 L<F L:w5@0 L:w5@1 L:w5@2").records).checked[Hazard.LIFETIME] == 2
+    assert analyse(History("h+5 F:w5 L<F L:w5@0 h+6 L:w5@1 L:w5@2").records).checked[Hazard.LIFETIME] == 3
+
+
 def test_pages_of_different_calls_are_findings_of_their_own() -> None:
     sink = analyse(History("h+1,2 h+3 F:r1,2,3").records)
 

@@ -2,7 +2,7 @@
 
 Each mutant lives in a forked child that imports the analyzer anew, the mutated module among it. It first judges random
 programs as ``test_fuzz.py`` does, whose races the parent has looked up by brute force. What survives that runs pytest:
-the tests that know the module best, then the other tests of the analyzer. A child that takes much more processor time than
+the tests that know the module best, then the others that are quick. A child that takes much more processor time than
 the tests need is a mutant that never ends, and counts as caught. Results are kept in ``.cache/mutants.json``: a run
 that was interrupted goes on where it was, and a caught mutant is not tried again while its statement stays.
 """
@@ -51,24 +51,23 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 ORDER = ("test_order_rules.py", "test_cases.py", "test_fuzz.py")
 FIRST = {
     "stalls": ("test_stalls.py", "test_cases.py"),
-    "plan": ("test_stalls.py", "test_cases.py"),
+    "plan": ("test_stalls.py", "test_cases.py", "test_remedy.py"),
     "graph": ("test_witness.py", "test_stalls.py"),
     "witness": ("test_witness.py",),
-    "fence_cost": ("test_fence_cost.py",),
+    "fence_cost": ("test_fence_cost.py", "test_bounds.py"),
     "taint": ("test_taint.py", "test_blast_radius.py"),
     "spread": ("test_taint.py", "test_blast_radius.py"),
     "remedy": ("test_remedy.py", "test_cases.py"),
-    "ownership": ("test_ownership.py", "test_cases.py", "test_fuzz.py"),
+    "ownership": ("test_ownership.py", "test_cases.py", "test_fuzz.py", "test_bounds.py"),
     "foreign": ("test_unknown.py", "test_order_rules.py"),
     "early": ("test_unknown.py", "test_order_rules.py"),
     "causes": ("test_order_rules.py", "test_cases.py", "test_explain.py", "test_unknown.py"),
 }
 """Tests that know a module best; other modules have those in ``ORDER``."""
-OWN = {"test_witness.py": ("graph", "witness", "plan"), "test_blast_radius.py": ("taint", "spread")}
-"""Tests that take long and are run for some modules alone: a mutant of another module that only they would catch
-counts as survived."""
-LONG = ("test_fuzz.py", "test_order_rules.py", "test_bounds.py", *OWN)
-"""Tests that take long, behind all others."""
+LONG = ("test_fuzz.py", "test_order_rules.py", "test_bounds.py", "test_witness.py", "test_blast_radius.py")
+"""Tests that take long, and are run only for modules that have them in ``FIRST`` or ``ORDER``, or for lack of a row in
+``FIRST``: a mutant that only another of them would catch counts as survived."""
+GENERAL = LONG[:3]
 TEXT = {"__init__", "explain", "tally"}
 """Modules that hold no rule."""
 
@@ -93,7 +92,7 @@ def tests_of(module: str) -> list[list[str]]:
     folder = ROOT / "tests" / "analyzer"
     first = [name for name in FIRST.get(module, ORDER) if (folder / name).exists()]
     rest = sorted({path.name for path in folder.glob("test_*.py")}.difference(first, LONG))
-    rest += [name for name in LONG if name not in first and module in OWN.get(name, (module,))]
+    rest += [name for name in GENERAL if name not in first and module not in FIRST]
     return [[str(folder / name) for name in names] for names in (first, rest)]
 
 
