@@ -11,11 +11,13 @@ from hicache_obs.analyzer.check import PRUNE_EVERY, Totals
 from hicache_obs.errors import TraceError
 from hicache_obs.findings import Cause, Hazard, Proof, Verdict
 from hicache_obs.records import (
+    ALL_LAYERS,
     IN_ORDER,
     GraphNode,
     GraphReplay,
     Mode,
     OpId,
+    Relocate,
     StreamId,
     ThreadId,
     Times,
@@ -221,6 +223,26 @@ def test_completed_history_is_forgotten() -> None:
     assert len(sink.findings) == 1
     assert analyzer.retained_groups < 2 * PRUNE_EVERY
     assert analyzer.forgotten == 0
+
+
+@pytest.mark.parametrize(("moved", "cause"), [(5, Cause.STALE_ADDRESS), (7, Cause.MISSING_FENCE)])
+def test_one_moved_page_is_enough(moved: int, cause: Cause) -> None:
+    """The pair shares pages 5 and 6 through two accesses."""
+    records = list(History("F:w5r6 F:w20 X:w5,6").records)
+    accesses = device(Mode.READ, page_ids([moved])), device(Mode.WRITE, page_ids([20]))
+    records[-2] = Relocate(OpId(1), ThreadId(0), 1000, records[-2].stream, 0, ALL_LAYERS, accesses)
+    sink = RecordingSink()
+    Analyzer(sink).feed([*records, Times(OpId(2), ThreadId(0), 3000, 2000, 2500)])
+
+    assert [finding.cause for finding in sink.findings if finding.earlier.op == 0] == [cause]
+
+
+def test_device_pages_name_a_conflict_that_is_about_host_pages_too() -> None:
+    (finding,) = analyse("B:r5W1 L:R1w5").findings
+    (other,) = finding.also
+
+    assert (finding.hazard, finding.space, finding.pages) == (Hazard.OTHER, "device", (5,))
+    assert (other.space, other.pages) == ("host", (1,))
 
 
 def _replay(op: int, graph: int, stream: int, *, nodes: int = 0) -> GraphReplay:

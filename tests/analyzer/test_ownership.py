@@ -10,7 +10,7 @@ import pytest
 
 from hicache_obs.analyzer import Analyzer, explain, ownership
 from hicache_obs.cli import main
-from hicache_obs.findings import Cause, Hazard, Verdict
+from hicache_obs.findings import Cause, Hazard, Verdict, fingerprint
 from hicache_obs.readers.scenario import parse_scenario
 from hicache_obs.testing import History, RecordingSink, misuses
 from hicache_obs.trace import Trace
@@ -188,6 +188,9 @@ def test_the_finding() -> None:
 
     assert (finding.hazard, finding.verdict) == (Hazard.LIFETIME, Verdict.VIOLATION)
     assert (finding.earlier.what, finding.later.what, finding.later.mode) == ("free", "restore", "write")
+    edge = finding.missing_edge
+    name = fingerprint(Hazard.LIFETIME, "used_after_free", "L work", edge.on, edge.waiter, "")
+    assert finding.fingerprint == name
     assert explain(finding) == (
         f"{finding.fingerprint}  VIOLATION  lifetime\n"
         "\n"

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import hashlib
 import importlib.abc
 import importlib.machinery
 import io
 import json
 import os
-import random
 import resource
 import sys
 import time
@@ -153,6 +153,11 @@ def load(modules: list[str]) -> list[Mutant]:
     ]
 
 
+def draw(mutant: Mutant, seed: int) -> str:
+    """Chance by which a sample takes it, lowest first; it does not hang on what other mutants there are."""
+    return hashlib.sha256(f"{seed} {mutant.key}".encode()).hexdigest()
+
+
 def name(mutant: Mutant) -> str:
     return mutant.module.rpartition(".")[2]
 
@@ -226,7 +231,7 @@ def main() -> int:
     every = load(modules)
     chosen = every
     if options.sample is not None and options.sample < len(every):
-        chosen = random.Random(options.seed).sample(every, options.sample)
+        chosen = sorted(every, key=lambda mutant: draw(mutant, options.seed))[: options.sample]
     print(f"{len(chosen)} of {len(every)} mutants of {len(modules)} modules", flush=True)
     if options.list:
         return 0
