@@ -428,7 +428,7 @@ class _Search:
         return EventId(self._fresh)
 
     def _marked(self, steps: Sequence[Step], op: OpId, event: EventId) -> list[Step]:
-        """``steps`` with a record of ``event`` right behind operation ``op``."""
+        """``steps`` with a record of ``event`` right behind operation ``op``, which is not the last of them."""
         work = self._records[op]
         assert isinstance(work, DeviceRecord)
         marker = Step(EventRecord(NO_OP, work.thread, work.host_ns, event, work.stream), 0, 0)
@@ -440,8 +440,6 @@ class _Search:
                 pending = False
             found.append(step)
             pending = pending or step.record is work
-        if pending:
-            found.append(marker)
         return found
 
     # -- copies ----------------------------------------------------------------------------------------------

@@ -243,6 +243,9 @@ class Taint:
 
     def _forget(self) -> None:
         """Play the older half of history for good."""
+        if not self._steps:
+            self._forget_allocations()
+            return
         end, clean = self._cut_point()
         old = self._steps[:end]
         races = [race for race in self._races if race.second.seq <= old[-1][0].seq]
@@ -256,6 +259,13 @@ class Taint:
         self._races = [race for race in self._races if race.second.seq > self._past_end]
         self._allocations = [item for item in self._allocations if item[0] > self._past_end]
         self._played = None
+
+    def _forget_allocations(self) -> None:
+        """Nothing that is kept was issued among them: whoever comes next finds the last owners."""
+        if not self._past.empty:
+            self._past = self._past.fork(Owners(self._allocations), {})
+            self._past.settle(self._allocations[-1][0] + 1)
+        self._allocations.clear()
 
     def _cut_point(self) -> tuple[int, bool]:
         """How many of the oldest steps to forget; and whether all of them had run before the rest began."""

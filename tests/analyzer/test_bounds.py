@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hicache_obs.analyzer import Analyzer, check, handover, order, shadow
-from hicache_obs.findings import Proof
+from hicache_obs.findings import Proof, Verdict
 from hicache_obs.records import (
     AnyRecord,
     EventId,
@@ -25,9 +25,10 @@ from hicache_obs.records import (
     ThreadId,
     ThreadPost,
     ThreadRecv,
+    Times,
     device,
 )
-from hicache_obs.testing import RecordingSink
+from hicache_obs.testing import History, RecordingSink
 from hicache_obs.testing.rounds import Rounds, Shape
 
 A, B = StreamId(1), StreamId(2)
@@ -94,6 +95,50 @@ def test_tables_stop_growing(monkeypatch: pytest.MonkeyPatch, timed: bool) -> No
     assert sum(sink.checked.values()) > 0
 
 
+def test_allocator_calls_alone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace may have any number of them between two operations, or no operation at all."""
+    monkeypatch.setattr("hicache_obs.analyzer.taint.MAX_RECENT", 4)
+    monkeypatch.setattr("hicache_obs.analyzer.ownership.MAX_CHANGES", 16)
+    for before in ("", "F:w5 L:w5 "):
+        entries = []
+        for count in (200, 400):
+            analyzer = Analyzer(RecordingSink())
+            analyzer.feed(History(before + "h+5 " * count).records)
+            entries.append(sum(_sizes(analyzer)))
+        assert abs(entries[1] - entries[0]) <= 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("limit", "verdicts"), [(1 << 22, [Verdict.CONTRADICTION]), (300, [Verdict.CONTRADICTION]), (50, [])]
+)
+def test_measured_times_are_compared_with_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, limit: int, verdicts: list[Verdict]
+) -> None:
+    """A proven order that was not kept is noticed across a pruning, unless the earlier pages had to be forgotten."""
+    monkeypatch.setattr(shadow, "MAX_KEPT_IDS", limit)
+    records = History("S:w9 " * 400 + "F:w5 F:w6 L<F " + "S:w9 " * 200 + "L:w5,6").records
+    times = [Times(OpId(op), MAIN, 0, start, start + 1000) for op, start in ((400, 1000), (603, 1900))]
+    sink = RecordingSink()
+    Analyzer(sink).feed([*records, *times])
+    assert [finding.verdict for finding in sink.findings] == verdicts
+
+
+@pytest.mark.parametrize(("last", "verdicts"), [("", [Verdict.CONTRADICTION]), (" S:w9", [])], ids=["kept", "dropped"])
+def test_the_newest_group_is_kept_whatever_its_size(
+    monkeypatch: pytest.MonkeyPatch, last: str, verdicts: list[Verdict]
+) -> None:
+    """With room for nothing only that one is left after a pruning, which comes right before the last operation."""
+    monkeypatch.setattr(shadow, "MAX_KEPT_IDS", 0)
+    tail = f"F:w5 L<F{last} L:w5"
+    count = check.PRUNE_EVERY + 1 - len(History(f"S:w9 {tail}").records) + 1
+    *records, later = History("S:w9 " * count + tail).records
+    assert len(records) == check.PRUNE_EVERY
+    sink = RecordingSink()
+    times = [Times(OpId(op), MAIN, 0, start, start + 1000) for op, start in ((count, 1000), (later.op, 1900))]
+    Analyzer(sink).feed([*records, later, *times])
+    assert [finding.verdict for finding in sink.findings] == verdicts
+
+
 def _many_events(first_op: int, count: int, thread: ThreadId = MAIN) -> list[AnyRecord]:
     return [EventRecord(OpId(first_op + n), thread, 0, EventId(100 + n), StreamId(3)) for n in range(count)]
 
@@ -151,6 +196,11 @@ def test_forgotten_graphs_and_blocks_are_doubtful(monkeypatch: pytest.MonkeyPatc
 
     assert _proofs(replays(4)) == []
     assert _proofs(replays(2 * check.PRUNE_EVERY)) == [Proof.UNKNOWN]
+
+    *begin, end = replays(12)
+    begin += _many_events(100, check.PRUNE_EVERY)
+    assert _proofs([*begin, end]) == [Proof.UNKNOWN]
+    assert _proofs([*begin[:13], replay(50, 1, A, touch=True), *begin[13:], end]) == []  # used again: not the oldest
 
     def blocks(others: int) -> list[AnyRecord]:
         tensors = [TensorAlloc(OpId(2 + n), MAIN, 0, 100 + n, 100 + n, A) for n in range(others)]

@@ -7,10 +7,23 @@ import random
 import pytest
 
 from hicache_obs.analyzer import Analyzer
-from hicache_obs.analyzer.check import PRUNE_EVERY
+from hicache_obs.analyzer.check import PRUNE_EVERY, Totals
 from hicache_obs.errors import TraceError
 from hicache_obs.findings import Cause, Hazard, Proof, Verdict
-from hicache_obs.records import Times
+from hicache_obs.records import (
+    ALL_LAYERS,
+    IN_ORDER,
+    GraphNode,
+    GraphReplay,
+    Mode,
+    OpId,
+    Relocate,
+    StreamId,
+    ThreadId,
+    Times,
+    device,
+    page_ids,
+)
 from hicache_obs.testing import History, RecordingSink, races
 
 
@@ -82,6 +95,8 @@ def test_hazard(text: str, hazard: Hazard) -> None:
         ("F:w5 L<e L:w5", Cause.EVENT_UNRECORDED),
         ("F:w5 e=F e=S L<e L:w5", Cause.EVENT_REUSE),
         ("e=F F:w5 e=S L<e L:w5", Cause.MISSING_FENCE),  # neither record would have done
+        ("L<e F:w5 L:w5", Cause.MISSING_FENCE),  # waits from before the earlier operation were meant for others
+        ("e=F L<e F:w5 L:w5", Cause.MISSING_FENCE),
         ("F:w5 ~1 L:w5", Cause.RECORDS_LOST),
     ],
 )
@@ -140,6 +155,22 @@ def test_times_decide_between_latent_and_violation() -> None:
         assert [finding.verdict for finding in sink.findings] == [verdict], start
 
 
+@pytest.mark.parametrize(
+    ("start", "verdict"), [(1950, Verdict.LATENT), (1949, Verdict.VIOLATION)], ids=["maybe", "surely"]
+)
+def test_both_clock_errors_count(start: int, verdict: Verdict) -> None:
+    """The earlier operation ended at 2,000 ± 30, the later one began at ``start`` ± 20."""
+    records = History("F:w5 L:w5").records
+    first, last = records[-2:]
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(records)
+    analyzer.feed([Times(first.op, first.thread, 0, start_ns=1000, end_ns=2000, error_ns=30)])
+    analyzer.feed([Times(last.op, last.thread, 0, start_ns=start, end_ns=2100, error_ns=20)])
+
+    assert [finding.verdict for finding in sink.findings] == [verdict]
+
+
 def test_a_proven_pair_that_was_measured_broken_is_a_contradiction() -> None:
     """An edge says kept, the clock says broken: reported, unless the clock error explains it."""
     history = History("F:w5 L<F L:w5")
@@ -192,6 +223,53 @@ def test_completed_history_is_forgotten() -> None:
     assert len(sink.findings) == 1
     assert analyzer.retained_groups < 2 * PRUNE_EVERY
     assert analyzer.forgotten == 0
+
+
+@pytest.mark.parametrize(("moved", "cause"), [(5, Cause.STALE_ADDRESS), (7, Cause.MISSING_FENCE)])
+def test_one_moved_page_is_enough(moved: int, cause: Cause) -> None:
+    """The pair shares pages 5 and 6 through two accesses."""
+    records = list(History("F:w5r6 F:w20 X:w5,6").records)
+    accesses = device(Mode.READ, page_ids([moved])), device(Mode.WRITE, page_ids([20]))
+    records[-2] = Relocate(OpId(1), ThreadId(0), 1000, records[-2].stream, 0, ALL_LAYERS, accesses)
+    sink = RecordingSink()
+    Analyzer(sink).feed([*records, Times(OpId(2), ThreadId(0), 3000, 2000, 2500)])
+
+    assert [finding.cause for finding in sink.findings if finding.earlier.op == 0] == [cause]
+
+
+def test_device_pages_name_a_conflict_that_is_about_host_pages_too() -> None:
+    (finding,) = analyse("B:r5W1 L:R1w5").findings
+    (other,) = finding.also
+
+    assert (finding.hazard, finding.space, finding.pages) == (Hazard.OTHER, "device", (5,))
+    assert (other.space, other.pages) == ("host", (1,))
+
+
+def _replay(op: int, graph: int, stream: int, *, nodes: int = 0) -> GraphReplay:
+    accesses = () if nodes else (device(Mode.WRITE, page_ids([5])),)
+    return GraphReplay(OpId(op), ThreadId(0), 0, graph, StreamId(stream), 0, op, nodes, (0, 1), accesses)
+
+
+def test_a_replay_that_lacks_entries_is_over_with_the_next_one() -> None:
+    """Its stream goes on after those that are there."""
+    entry = GraphNode(OpId(1), ThreadId(0), 0, 0, IN_ORDER, None, (0, 1), (device(Mode.WRITE, page_ids([5])),))
+    for stream, pairs in ((1, []), (2, [(0, 2)])):
+        sink = RecordingSink()
+        analyzer = Analyzer(sink)
+        analyzer.feed([_replay(0, 1, 1, nodes=2), entry, _replay(2, 2, stream)])
+        analyzer.finish()
+
+        assert sink.pairs == pairs
+
+
+def test_totals() -> None:
+    """Pages of a restore count once, those that were touched before also as pairs; losses add up."""
+    analyzer = Analyzer(RecordingSink())
+    records = History("F:w5,6 L<F L:R1w5,7@0 L:R1w5,7@1 ~3 F<L F:r5 ~2").records
+    analyzer.feed(records[:6])
+    analyzer.feed(records[6:])
+
+    assert analyzer.totals == Totals(len(records), pages_checked=2, pairs_checked=1, lookups=2, lost=5, shared=0)
 
 
 def test_absurd_page_ids_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from hicache_obs.analyzer import Analyzer, explain, ownership
 from hicache_obs.cli import main
-from hicache_obs.findings import Cause, Hazard, Verdict
+from hicache_obs.findings import Cause, Hazard, Verdict, fingerprint
 from hicache_obs.readers.scenario import parse_scenario
 from hicache_obs.testing import History, RecordingSink, misuses
 from hicache_obs.trace import Trace
@@ -105,6 +105,12 @@ def test_layers_of_one_transfer_are_judged_again_after_a_free() -> None:
     assert causes("h+5 L:w5@0 L:w5@1 h-5 L:w5@2") == [USED]
 
 
+def test_pages_are_looked_up_once_per_transfer() -> None:
+    """Not once per layer, unless an allocator was called in between."""
+    assert analyse(History("h+5 F:w5 L<F L:w5@0 L:w5@1 L:w5@2").records).checked[Hazard.LIFETIME] == 2
+    assert analyse(History("h+5 F:w5 L<F L:w5@0 h+6 L:w5@1 L:w5@2").records).checked[Hazard.LIFETIME] == 3
+
+
 def test_pages_of_different_calls_are_findings_of_their_own() -> None:
     sink = analyse(History("h+1,2 h+3 F:r1,2,3").records)
 
@@ -182,6 +188,9 @@ def test_the_finding() -> None:
 
     assert (finding.hazard, finding.verdict) == (Hazard.LIFETIME, Verdict.VIOLATION)
     assert (finding.earlier.what, finding.later.what, finding.later.mode) == ("free", "restore", "write")
+    edge = finding.missing_edge
+    name = fingerprint(Hazard.LIFETIME, "used_after_free", "L work", edge.on, edge.waiter, "")
+    assert finding.fingerprint == name
     assert explain(finding) == (
         f"{finding.fingerprint}  VIOLATION  lifetime\n"
         "\n"

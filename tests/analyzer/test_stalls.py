@@ -11,9 +11,20 @@ import pytest
 
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.plan import NEVER, Plan, plan
-from hicache_obs.analyzer.stalls import MAX_RECORDS, StallReport, find_stalls
+from hicache_obs.analyzer.stalls import MAX_RECORDS, StallReport, _Search, find_stalls
 from hicache_obs.readers.scenario import parse_scenario
-from hicache_obs.records import AnyRecord, DropReason, Lost, OpId, Record, ThreadId
+from hicache_obs.records import (
+    AnyRecord,
+    DropReason,
+    EventRecord,
+    EventSync,
+    EventWait,
+    Lost,
+    OpId,
+    Record,
+    ThreadId,
+    WaitStream,
+)
 from hicache_obs.testing import RecordingSink
 from hicache_obs.testing.programs import random_program
 from hicache_obs.trace import Trace, make_trace
@@ -90,7 +101,10 @@ def test_a_stream_waits_for_the_record_that_was_current() -> None:
 
 
 def test_a_wait_for_an_event_that_was_never_recorded_does_nothing() -> None:
-    assert runs_us([kernel("a", 100), wait("e", "b"), kernel("b", 5)])["s3"] == (6, 11)
+    steps = [kernel("a", 100), wait("e", "b"), kernel("b", 5)]
+
+    assert runs_us(steps)["s3"] == (6, 11)
+    assert [made.awaited_ns for made in plan(trace_of(steps)).waits] == [0]
 
 
 @pytest.mark.parametrize(
@@ -183,6 +197,15 @@ def test_a_fence_that_nothing_needs() -> None:
     assert stalls([*steps[:2], kernel("b", reads=[1])]) == []  # needed in full
 
 
+def test_a_fence_in_front_of_a_graph() -> None:
+    """What counts is when the replay begins, however long it takes."""
+    steps = [kernel("f", 500, writes=[1]), fence("b", "f")]
+    replay = {"op": "graph_replay", "graph": "g", "stream": "b"}
+
+    assert [s["at"] for s in stalls([*steps, {**replay, "nodes": [{"writes": [2], "dur_us": 450}]}])] == ["s2"]
+    assert stalls([*steps, {**replay, "nodes": [{"reads": [1], "dur_us": 450}]}]) == []
+
+
 def test_a_fence_that_waits_for_too_much() -> None:
     gather, layers, rewrite = kernel("f", 15, reads=[1]), kernel("f", 900, writes=[2]), kernel("s", writes=[1])
 
@@ -218,6 +241,43 @@ def test_of_two_waits_of_which_one_is_enough_none_is_reported() -> None:
     steps = [kernel("f", 500, writes=[1]), first, second, kernel("b", reads=[1])]
 
     assert stalls(steps) == []
+
+
+def test_what_is_confirmed_is_what_is_proposed() -> None:
+    """The trace that the analyzer confirms a narrower wait with: one record, right behind what is needed."""
+    gather, layers, rewrite = kernel("f", 15, reads=[1]), kernel("f", 900, writes=[2]), kernel("s", writes=[1])
+    trace = trace_of([gather, layers, fence("s", "f"), rewrite])
+    [stall] = find_stalls(trace).stalls
+    search = _Search(trace)
+    fenced = next(step.record for step in search._steps if isinstance(step.record, WaitStream))
+    changed = [step.record for step in search._changed(search._steps, fenced, stall)]
+
+    assert [type(record).__name__ for record in changed] == [
+        *("Kernel", "EventRecord", "Kernel", "EventWait", "Kernel"),
+    ]
+    mark, narrowed = changed[1], changed[3]
+    assert isinstance(mark, EventRecord)
+    assert isinstance(narrowed, EventWait)
+    assert (mark.stream, narrowed.stream) == (fenced.on, fenced.waiter)
+    assert mark.event == narrowed.event
+
+
+def test_what_is_confirmed_of_a_wait_that_moves() -> None:
+    """It is made by the other thread, right before the step that needs it."""
+    trace = trace_of(handed_over(sync="main"))
+    [stall] = find_stalls(trace).stalls
+    search = _Search(trace)
+    sync = next(step.record for step in search._steps if isinstance(step.record, EventSync))
+    changed = [step.record for step in search._changed(search._steps, sync, stall)]
+
+    assert [type(record).__name__ for record in changed] == [
+        *("Memcpy", "EventRecord", "EventRecord", "ThreadPost", "ThreadRecv", "EventSync", "IoBegin", "Kernel"),
+    ]
+    mark, moved, put = changed[1], changed[5], changed[6]
+    assert isinstance(mark, EventRecord)
+    assert isinstance(moved, EventSync)
+    assert moved.event == mark.event
+    assert moved.thread == put.thread != sync.thread
 
 
 def test_following_the_whole_report_is_safe() -> None:
@@ -291,6 +351,15 @@ def test_ranks_that_diverge() -> None:
         assert (stall["class"], stall["at"], stall["waiter"]) == ("tp_divergence", "s3", "thread:r0")
         assert (stall["ranks"], stall["deadlock"], stall["blocked_us"]) == ([0, 1], True, None)
     assert stalls([*steps[:3], collective("b", 1)]) == []
+
+
+def test_a_wait_behind_a_divergence_is_the_divergence() -> None:
+    """It never ends, needed or not; the twin whose ranks agree does, and is not needed."""
+    work = [kernel("f", 500, writes=[1], thread="r0"), fence("b", "f"), kernel("b", writes=[2])]
+
+    for name, kinds in (("y", ["tp_divergence"]), ("x", ["over_sync"])):
+        steps = [collective("x", 0), collective(name, 1), *work]
+        assert [stall["class"] for stall in stalls(steps)] == kinds
 
 
 # -- limits ----------------------------------------------------------------------------------------------------

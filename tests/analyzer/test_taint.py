@@ -284,6 +284,15 @@ def test_exact_only_if_measured_and_told_apart() -> None:
     assert (named(found), found.exact) == ("round 0 device 6", False)
 
 
+@pytest.mark.parametrize(("start", "exact"), [(50, False), (100, True)], ids=["overlapped", "in order"])
+def test_two_that_overlapped_are_not_told_apart(start: int, exact: bool) -> None:
+    """Both times are known, and yet which write came last is not."""
+    times = [Times(OpId(0), MAIN, 0, 0, 100), Times(OpId(1), MAIN, 0, start, 150)]
+    analyzer, findings = analysed("F:w5 L:w5", *times)
+    found = analyzer.blast_radius((findings[0].earlier.op, findings[0].later.op))
+    assert (named(found), found.exact) == ("" if exact else "device 5", exact)
+
+
 def test_a_short_operation_is_not_placed() -> None:
     """An operation shorter than the clock error cannot be put in order."""
     records: list[Record] = list(History("F:w5 L:w5").records)
@@ -439,6 +448,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taint, "MAX_RECENT", 3)
     assert radius("F:r5w6 F:w1 L:w5").complete
     assert not radius("F:r5w6 F:w1 F:w2 L:w5").complete
+    assert radius("F:w5 L:w5 S:w1 S:w2").complete  # the half that is played for good ends with the race
 
     monkeypatch.undo()
     monkeypatch.setattr(taint, "MAX_SOURCES", 1)
@@ -447,6 +457,35 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0] == found[1]
     assert found[0].rounds == (7, 8)
     assert not found[0].complete
+
+
+def test_a_new_owner_at_the_end_of_what_is_played_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six operations the first three are; the pages are given out before the third."""
+    monkeypatch.setattr(taint, "MAX_RECENT", 5)
+    later = "S:w9 S:w9 S:w9 S:w9 F:r5w6"
+    assert reached("F:w5 L:w5 F<L", alloc(5), then=later) == "device 5"
+    assert reached("F:w5 L:w5 F<L", alloc(4), then=later) == "round 7 device 5,6"
+
+
+def test_many_allocator_calls_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are forgotten too, and what they ended stays ended."""
+    monkeypatch.setattr(taint, "MAX_RECENT", 3)
+    text = "F:w5 L:w5 S:w1 S:w1 F<L {} " + "h+9 " * 30 + "F:r5w6"
+    assert reached(text.format("h+5")) == "device 5"
+    assert reached(text.format("h+4")) == "round 36 device 5,6"
+
+
+def test_bounds_of_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Discarded rows are known for the newest rounds, and fingerprints for the first races."""
+    monkeypatch.setattr(taint, "MAX_RECENT", 3)
+    gone = [RowsDiscarded(OpId(91), MAIN, 0, number, page_ids([1])) for number in (50, 51, 52, 53)]
+    assert radius("F:w5 L:w5 h<*", two_rows(), *gone[:3]).requests == ()
+    assert radius("F:w5 L:w5 h<*", two_rows(), *gone).requests == (1,)
+
+    monkeypatch.setattr(taint, "MAX_RACES", 1)
+    analyzer, findings = analysed("F:w5 L:w5 F:w8 S:w8")
+    assert len({finding.fingerprint for finding in findings}) == 2
+    assert len(analyzer._taint._fingerprints) == 1
 
 
 def test_json() -> None:

@@ -143,6 +143,14 @@ def test_anything_between_the_two_ends_the_doubt(between: Step) -> None:
     assert found(WRITE, between, early_kernel(reads=[5]), early=["early"]) == []
 
 
+def test_only_kernels_start_early() -> None:
+    """A copy of the same name does not."""
+    copy = {"op": "memcpy", "kind": "d2h", "stream": "a", "name": "early", "device_pages": [5], "host_pages": [1]}
+
+    assert found(WRITE, copy, early=["early"]) == []
+    assert len(found(WRITE, early_kernel(reads=[5]), early=["early"])) == 1
+
+
 def test_a_chain_of_early_kernels() -> None:
     """Each is in doubt with all before it in the chain; what the chain followed, and what follows it, is not."""
     chain = [early_kernel(writes=[5], reads=[9]), early_kernel(reads=[5])]
