@@ -10,21 +10,26 @@ older=(0.5.14 0.5.18 0.5.20 0.5.22)
 rm -rf "$folder"
 mkdir -p "$folder"
 "$python" -m venv "$folder/venv"
-pip=("$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+# Not compiled: most of these 3 GB is never imported, and compiling them takes longer than unpacking them.
+pip=("$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
 
-"${pip[@]}" torch==2.13.0
-# Pins the torch that is there: torchvision alone would bring another one, with CUDA and 4 GB of it.
-"$folder/venv/bin/python" -m pip freeze | grep '^torch==' >"$folder/constraints.txt"
+# The older releases into folders of their own, meanwhile; and what those up to 0.5.20 want in other versions.
+{
+  for version in "${older[@]}"; do
+    "${pip[@]}" --no-deps --target "$folder/sglang-$version" "sglang==$version"
+  done
+  "${pip[@]}" --no-deps --target "$folder/older" -r tests_sglang/requirements-older.txt
+} &
+beside=$!
+trap 'kill "$beside" 2>/dev/null || true' EXIT
+
+"${pip[@]}" torch==2.13.0 -r tests_sglang/requirements.txt
+# Without what they depend on: torchvision alone would bring another torch, with CUDA and 4 GB of it.
 "${pip[@]}" --no-deps sglang==0.5.23 torchvision==0.28.0 triton==3.9.0
-"${pip[@]}" -c "$folder/constraints.txt" -r tests_sglang/requirements.txt
-
-for version in "${older[@]}"; do
-  "${pip[@]}" --no-deps --target "$folder/sglang-$version" "sglang==$version"
-done
-# What releases up to 0.5.20 want in other versions.
-"${pip[@]}" --no-deps --target "$folder/older" -r tests_sglang/requirements-older.txt
 
 "$folder/venv/bin/python" -m pip freeze --exclude hicache-obs >"$folder/freeze-before.txt"
 "${pip[@]}" -e .
 "$folder/venv/bin/python" -m pip freeze --exclude hicache-obs >"$folder/freeze-after.txt"
+wait "$beside"
+trap - EXIT
 touch "$folder/.complete"

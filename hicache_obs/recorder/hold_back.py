@@ -12,7 +12,8 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from hicache_obs.recorder.ring import RecordSink
+from hicache_obs.recorder.batch import Block
+from hicache_obs.recorder.ring import BlockSink
 from hicache_obs.records import Access, AnyRecord, CaptureMode, DropReason, PageIds
 
 DEFAULT_MAX_HELD: Final = 1 << 14
@@ -41,10 +42,10 @@ class HoldBack:
         max_held: Records kept back at most. Beyond that new ones are dropped, and counted as ``RING_FULL``.
     """
 
-    def __init__(self, sink: RecordSink, *, max_held: int = DEFAULT_MAX_HELD) -> None:
+    def __init__(self, sink: BlockSink, *, max_held: int = DEFAULT_MAX_HELD) -> None:
         self._sink = sink
         self._max_held = max_held
-        self._held: deque[AnyRecord | tuple[DropReason, int]] = deque()
+        self._held: deque[AnyRecord | Block | tuple[DropReason, int]] = deque()
         self._lock = threading.RLock()
         self._expecting = False
         self._resolved: tuple[tuple[Access, ...], tuple[Access, ...]] | None = None
@@ -78,6 +79,21 @@ class HoldBack:
             self._held.append(record)
             return True
 
+    def append_block(self, block: Block) -> bool:
+        """As ``append``, for all records of ``block`` or none of them."""
+        if not self._expecting:
+            return self._sink.append_block(block)
+        if not self._sink.writable:
+            return False  # as above
+        with self._lock:
+            if not self._held and not any(_is_late_access(access) for part in block.parts for access in part[0]):
+                return self._sink.append_block(block)
+            if len(self._held) >= self._max_held:
+                self._drop(DropReason.RING_FULL, len(block.words))
+                return False
+            self._held.append(block)
+            return True
+
     def drop(self, reason: DropReason, count: int = 1) -> None:
         """Count records lost here, after all that are kept back."""
         if not self._expecting:
@@ -105,6 +121,12 @@ class HoldBack:
                 item = self._held[0]
                 if isinstance(item, tuple):
                     self._sink.drop(*item)
+                elif isinstance(item, Block):
+                    if not all(_ready(access) for part in item.parts for access in part[0]):
+                        break
+                    item.parts = [(self._with_pages(accesses), rows) for accesses, rows in item.parts]
+                    self._sink.append_block(item)
+                    count += len(item.words)
                 else:
                     if not all(_ready(access) for access in _accesses(item)):
                         break
@@ -123,14 +145,20 @@ class HoldBack:
     def _with_ids(self, record: AnyRecord) -> AnyRecord:
         """``record`` with its ids; records that shared their accesses go on sharing them."""
         accesses = _accesses(record)
-        if not any(_is_late_access(access) for access in accesses):
+        fresh = self._with_pages(accesses)
+        if fresh is accesses:
             return record
-        if self._resolved is None or self._resolved[0] is not accesses:
-            self._resolved = accesses, tuple(_resolved(access) for access in accesses)
-        fresh = self._resolved[1]
         if hasattr(record, "access"):
             return msgspec.structs.replace(record, access=fresh[0])
         return msgspec.structs.replace(record, accesses=fresh)
+
+    def _with_pages(self, accesses: tuple[Access, ...]) -> tuple[Access, ...]:
+        """``accesses`` with their ids, the same object for the same object; themselves if none came late."""
+        if not any(_is_late_access(access) for access in accesses):
+            return accesses
+        if self._resolved is None or self._resolved[0] is not accesses:
+            self._resolved = accesses, tuple(_resolved(access) for access in accesses)
+        return self._resolved[1]
 
 
 def _accesses(record: AnyRecord) -> tuple[Access, ...]:

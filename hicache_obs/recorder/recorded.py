@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Final
 
-from hicache_obs.recorder.recorder import EventState, Recorder, RecorderCounters
+from hicache_obs.recorder.event_state import EventState
+from hicache_obs.recorder.recorder import Recorder, RecorderCounters
 from hicache_obs.records import Purpose, StreamId, StreamKind, Work
 from hicache_obs.streams import protocol
 

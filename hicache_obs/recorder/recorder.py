@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from hicache_obs.recorder.batch import Batch
+from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
 from hicache_obs.recorder.ring import RecordSink
 from hicache_obs.records import (
@@ -98,23 +100,12 @@ class RecorderCounters:
 
 
 class _Me(threading.local):
-    """The calling thread's number."""
+    """The calling thread's number, and what it has not put into the ring yet."""
 
-    number = -1
+    number = ThreadId(-1)
     """Negative until the thread's name is in the ring: one look-up, for this is asked in every hook."""
-    assigned = -1
-
-
-class EventState:
-    """What a recorder keeps per event. ``version`` is odd while a record of it is being made."""
-
-    __slots__ = ("event_id", "known_to", "version")
-
-    def __init__(self, event_id: EventId) -> None:
-        self.event_id: Final = event_id
-        self.version = 0
-        self.known_to: set[int] = set()
-        """Threads that know the current record to be complete."""
+    assigned = ThreadId(-1)
+    batch: Batch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +151,7 @@ class Recorder:
         self._on = True
         self._me = _Me()
         self._threads = 0
-        self._next_op = 0
+        self._next_op = OpId(0)
         self._events = itertools.count(1)
         self._sites: dict[str, int] = {}
         self._streams: set[int] = set()
@@ -339,6 +330,8 @@ class Recorder:
             return None
         marker: EventId | None = None
 
+        self.flush_batch()
+
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
             nonlocal marker
             marker = self._marker(thread, stream)
@@ -368,6 +361,7 @@ class Recorder:
         """A synchronize of all streams is about to block. Partner of ``end_device_sync``."""
         if not self.on:
             return {}
+        self.flush_batch()
         with self._lock:
             return dict(self._last_on)
 
@@ -395,6 +389,7 @@ class Recorder:
         """
         if not result or not self.on:
             return
+        self.flush_batch()
         with self._lock:
             key = (self._me.assigned, stream.stream_id)
             if self._stream_known.get(key) == last:
@@ -459,6 +454,9 @@ class Recorder:
             self._resolving.release()
         return count
 
+    def flush_batch(self) -> None:
+        """Put what the calling thread has batched into the ring. ``ServerRecorder`` makes batches."""
+
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _emit(
@@ -468,6 +466,8 @@ class Recorder:
         started = time.perf_counter_ns()
         if not (self._on and self._sink.writable):
             return None
+        if self._me.batch is not None:
+            self.flush_batch()
         try:
             with self._lock:
                 if self._busy:
@@ -475,13 +475,13 @@ class Recorder:
                     return None
                 self._busy = True
                 try:
-                    op = OpId(self._next_op)
+                    op = self._next_op
                     thread = self._thread()
                     record = build(op, thread, self._clock())
                     if record is None:
                         return None
                     if uses_op:
-                        self._next_op = op + 1
+                        self._next_op = op + 1  # type: ignore[assignment] # a call of the type costs as much as the clock
                     kept = self._sink.append(record)
                     self._row_of_failures = 0
                     if not kept or name is None:
@@ -559,12 +559,12 @@ class Recorder:
 
     def _thread(self) -> ThreadId:
         number = self._me.number
-        return ThreadId(number if number >= 0 else self._name_thread())
+        return number if number >= 0 else self._name_thread()
 
-    def _name_thread(self) -> int:
+    def _name_thread(self) -> ThreadId:
         me = self._me
         if me.assigned < 0:
-            me.assigned = self._threads
+            me.assigned = ThreadId(self._threads)
             self._threads += 1
         if self._define(DefineSpace.THREAD, me.assigned, threading.current_thread().name):
             me.number = me.assigned

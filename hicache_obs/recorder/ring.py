@@ -30,6 +30,7 @@ import numpy as np
 
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Hazard
+from hicache_obs.recorder.batch import CELLS_WORD, Block
 from hicache_obs.recorder.process import pid_namespace, process_start
 from hicache_obs.records import (
     HEADER_BYTES,
@@ -87,6 +88,7 @@ _REMEMBERED: Final = 64
 _HEAD: Final = "<BBHIqqqqqqii"
 _pack: Final = struct.Struct(_HEAD).pack_into
 _pack_cells: Final = tuple(struct.Struct(_HEAD + "BBHIQ" * count).pack_into for count in range(MAX_ACCESSES + 1))
+_cell_words: Final = tuple(struct.Struct("<" + "BBHIQ" * count).pack for count in range(MAX_ACCESSES + 1))
 _pack_text: Final = struct.Struct(f"{_HEAD}{MAX_TEXT_BYTES}s").pack_into
 
 _MODE: Final = int(RingWord.MODE)  # plain numbers: looking up an enum member costs more than the store
@@ -116,6 +118,13 @@ class RecordSink(Protocol):
 
     def beat(self, host_ns: int) -> None:
         """Say that the writer is alive."""
+
+
+class BlockSink(RecordSink, Protocol):
+    """A ``RecordSink`` that takes many records at once."""
+
+    def append_block(self, block: Block) -> bool:
+        """Keep all of ``block``'s records, in their order; False if all were dropped, and counted."""
 
 
 class RingWriter:
@@ -154,6 +163,9 @@ class RingWriter:
         self._arena: PageIds = np.frombuffer(
             self._map, dtype="<i8", count=arena_words, offset=HEADER_BYTES + slots * SLOT_BYTES
         )
+        self._slot_words = np.frombuffer(
+            self._map, dtype="<i8", count=slots * SLOT_BYTES // 8, offset=HEADER_BYTES
+        ).reshape(slots, SLOT_BYTES // 8)
         self._slots = slots
         self._arena_words = arena_words
         self._head = 0
@@ -215,6 +227,14 @@ class RingWriter:
         return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
 
     @property
+    def capturing(self) -> bool:
+        """Whether records are taken. Without the lock: hooks ask at every call."""
+        try:
+            return self.writable and bool(self._words[_MODE])
+        except ValueError:  # closed meanwhile
+            return False
+
+    @property
     def off(self) -> bool:
         """Whether the mode byte says ``OFF``. Without the lock: hooks ask at every call."""
         try:
@@ -266,6 +286,50 @@ class RingWriter:
             finally:
                 self._busy = False
 
+    def append_block(self, block: Block) -> bool:
+        """As ``append``, for all records of ``block`` or none of them: they become visible at once."""
+        if not self.writable:
+            return False  # without the lock: in a forked child it may be held for ever
+        with self._lock:
+            if not self._open:
+                return False
+            count = len(block.words)
+            if self._busy:
+                self.drop(DropReason.RECORDER_ERROR, count)
+                return False
+            self._busy = True
+            try:
+                reason = self._put(block, count)
+            finally:
+                self._busy = False
+            if reason is not None:
+                self.drop(reason, count)
+            return reason is None
+
+    def _put(self, block: Block, count: int) -> DropReason | None:
+        """Write ``block``; why that cannot be, if it cannot."""
+        if not self._words[_MODE]:  # CaptureMode.OFF
+            return DropReason.SWITCHED_OFF
+        if (self._any_lost and not self._report_lost(block)) or (
+            self._head + count > self._full_at and not self._room(count)
+        ):
+            return DropReason.RING_FULL
+        for accesses, rows in block.parts:
+            cells = self._cells(accesses)
+            if cells is None:
+                self._free_arena()
+                return DropReason.ARENA_FULL
+            words = 2 * len(accesses)
+            block.words[rows, CELLS_WORD : CELLS_WORD + words] = np.frombuffer(
+                _cell_words[len(accesses)](*cells), dtype="<i8"
+            )
+        place = self._head % self._slots
+        first = min(count, self._slots - place)
+        self._slot_words[place : place + first] = block.words[:first]
+        self._slot_words[: count - first] = block.words[first:]
+        self._publish(self._head + count)
+        return None
+
     def drop(self, reason: DropReason, count: int = 1) -> None:
         """Count records lost before they got here; the next appended record is preceded by a ``Lost``."""
         if not self.writable:
@@ -304,6 +368,7 @@ class RingWriter:
             _LIVE.discard(self)
             self._remembered.clear()
             self._arena = np.zeros(0, dtype=np.int64)
+            self._slot_words = self._arena.reshape(0, SLOT_BYTES // 8)
             self._words.release()
             try:
                 self._map.close()
@@ -333,7 +398,7 @@ class RingWriter:
         self._full_at = self._words[RingWord.TAIL] + self._slots
         return self._head + slots <= self._full_at
 
-    def _report_lost(self, record: Record) -> bool:
+    def _report_lost(self, record: Record | Block) -> bool:
         """Write a ``Lost`` per reason; False if they and the record that is waiting do not all fit."""
         reasons = [reason for reason in DropReason if self._pending_lost[reason]]
         if not self._room(len(reasons) + 1):
@@ -417,7 +482,11 @@ class RingWriter:
     def _no_arena(self) -> None:
         """Drop a record for want of arena, and let the reader free all of it: the next may be as large."""
         self.drop(DropReason.ARENA_FULL)
+        self._free_arena()
+
+    def _free_arena(self) -> None:
         self._remembered.clear()
+        self._same_accesses = None
         self._words[_ARENA_LOW] = self._promised = self._arena_low = self._arena_head
 
     # -- one method per kind, in the order of ``records.KINDS`` ----------------------------------------------

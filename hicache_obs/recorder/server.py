@@ -7,16 +7,21 @@ writes storage, and hands work from thread to thread.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import time
 from typing import Any
 
-from hicache_obs.recorder.recorder import EventState, Recorder
+from hicache_obs.recorder.batch import Batch, Measured, Shapes
+from hicache_obs.recorder.event_state import EventState
+from hicache_obs.recorder.recorder import Recorder
+from hicache_obs.recorder.ring import BlockSink
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
     Access,
     AnyRecord,
     DefineSpace,
+    Direction,
+    DropReason,
     EventWait,
     GraphNode,
     GraphReplay,
@@ -31,23 +36,62 @@ from hicache_obs.records import (
     WaitStream,
     Work,
 )
-from hicache_obs.streams.protocol import Device, Probe, Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """An event pair around one operation, and the device whose clock it is on."""
-
-    probe: Probe
-    device: Device
+from hicache_obs.streams.protocol import Stream
 
 
 class ServerRecorder(Recorder):
     """A ``Recorder`` whose hooks name their streams. Any thread may call any method; none raises."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, sink: BlockSink, **options: Any) -> None:
+        super().__init__(sink, **options)
+        self._blocks = sink
+        self._shapes = Shapes()
         self._ios = itertools.count(1)
+
+    @property
+    def batch(self) -> Batch | None:
+        """The calling thread's open batch."""
+        return self._me.batch
+
+    def begin_batch(self, stream: Stream, site: str, group: int, direction: Direction | None) -> Batch:
+        """A batch for the calling thread's next operations on ``stream``; an open one is flushed.
+
+        Whatever else the thread records flushes it, so that the ring keeps the order of the calls.
+        """
+        self.flush_batch()
+        batch = self._me.batch = Batch(stream, site, group, direction, self._clock)
+        return batch
+
+    def flush_batch(self) -> None:
+        """Put what the calling thread has batched into the ring, as one block."""
+        batch, self._me.batch = self._me.batch, None
+        if batch is None or not batch.steps or not self.on:
+            return
+        started = time.perf_counter_ns()
+        try:
+            with self._lock:
+                if self._busy:
+                    self._sink.drop(DropReason.RECORDER_ERROR, len(batch.steps))
+                    return
+                self._busy = True
+                try:
+                    op, thread = self._next_op, self._thread()
+                    self._stream(batch.stream)
+                    block = self._shapes.block(batch, op, thread, self._site(batch.site))
+                    self._next_op = OpId(op + len(batch.steps))
+                    self._last_on[batch.stream.stream_id] = self._next_op - 1
+                    kept = self._blocks.append_block(block)
+                    self._row_of_failures = 0
+                finally:
+                    self._busy = False
+                    self._hook_ns += time.perf_counter_ns() - started
+                    for state in batch.states:
+                        state.version += 1
+            if kept:
+                for row, measured in batch.measured:
+                    self._await_times([(OpId(op + row), thread)], measured)
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            self._failed(error)
 
     def enqueue(self, stream: Stream, work: Work, measured: Measured | None = None) -> None:
         """``work`` is launched on ``stream``; ``measured`` is around it, and over when it was launched already."""

@@ -7,24 +7,20 @@ segment: what was launched before that wait did not wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.recorder import EventState
-from hicache_obs.recorder.server import Measured
-from hicache_obs.records import ALL_LAYERS, Access, Mode, Space, Work
+from hicache_obs.records import ALL_LAYERS, Access, Mode, Space
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.page_ids import Convert, ConvertRows
 from hicache_obs.sglang.pages import base_pool, page_size
+from hicache_obs.sglang.rounds import SITE, Round, end_segment
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.streams import capturing
 from hicache_obs.sglang.versions import Versions
-from hicache_obs.streams.protocol import Stream
 
-SITE: Final = "forward"
 _FORWARD: Final = (
     Hazard.WAW_FORWARD_RESTORE,
     Hazard.WAR_FORWARD_RESTORE,
@@ -36,44 +32,7 @@ _FORWARD: Final = (
 _READS: Final = (Hazard.WAR_FORWARD_RESTORE, Hazard.RAW_RESTORE_FORWARD)
 
 
-@dataclass(slots=True)
-class _Round:
-    """A round being launched on the calling thread."""
-
-    stream: Stream
-    raw: Any
-    """The stream, the engine's own object."""
-    accesses: tuple[Access, ...]
-    group: int
-    measured: Measured | None
-    next_layer: int = 0
-    graph: int = -1
-    early: EventState | None = None
-
-
-def next_layer(session: Session, layer: int) -> None:
-    """The round being launched goes on with ``layer``, after a wait: what it launched before is a segment."""
-    this: _Round | None = getattr(session.local, "round", None)
-    if this is not None and layer > this.next_layer:
-        _segment(session, this, layer)
-
-
-def waited(session: Session) -> None:
-    """The wait inside the round has been issued: from here on it is measured again."""
-    this: _Round | None = getattr(session.local, "round", None)
-    if this is not None and this.measured is None:
-        this.measured = session.start_timing(this.raw)
-
-
-def _segment(session: Session, this: _Round, end: int) -> None:
-    layers = ALL_LAYERS if not this.next_layer and end == ALL_LAYERS[1] else (this.next_layer, end)
-    session.stop_timing(this.measured, this.raw)
-    session.recorder.enqueue(this.stream, Work(SITE, this.accesses, layers, this.group), this.measured)
-    this.measured = None
-    this.next_layer = end
-
-
-def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: Any) -> _Round | None:
+def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: Any) -> Round | None:
     session.local.round = None
     written = batch.out_cache_loc
     if written is None or not written.numel() or capturing():
@@ -87,7 +46,7 @@ def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: An
     reads = _reads(session, runner, batch, pool)
     group = getattr(session.local, "round_group", 0) or session.number()
     accesses = (writes,) if reads is None else (writes, reads)
-    this = session.local.round = _Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
+    this = session.local.round = Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
     return this
 
 
@@ -114,7 +73,7 @@ def _reads(session: Session, runner: Any, batch: Any, pool: Any) -> Access | Non
     return None if ids is None else Access(Space.DEVICE, Mode.READ, ids, session.pool(pool, Space.DEVICE))
 
 
-def _after_forward(session: Session, this: _Round | None, *_: Any, **__: Any) -> None:
+def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> None:
     session.local.round = None
     if this is None:
         return
@@ -123,12 +82,13 @@ def _after_forward(session: Session, this: _Round | None, *_: Any, **__: Any) ->
             this.stream, this.graph, this.accesses, site=SITE, group=this.group, early=this.early
         )
     else:
-        _segment(session, this, ALL_LAYERS[1])
+        end_segment(session, this, ALL_LAYERS[1])
+    session.recorder.flush_batch()
 
 
 def _after_replay(session: Session, _: object, __: object, graphs: Any, *___: Any, **____: Any) -> None:
     """The round is a replay of a captured graph, which may hold an event that is recorded with every replay."""
-    this: _Round | None = getattr(session.local, "round", None)
+    this: Round | None = getattr(session.local, "round", None)
     if this is None:
         return
     this.graph = session.graph(graphs, getattr(graphs, "_replay_graph_key", None))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.adapter import DONE, Adapter
 from hicache_obs.sglang.session import MAX_FAILURES, Session
 
 Around: TypeAlias = Callable[..., Any]
@@ -31,29 +31,33 @@ def around(session: Session, adapter: Adapter) -> Around:
     def observe(original: Around, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         counters.calls += 1
         state = None
-        ready = True
         if before is not None:
             try:
                 state = before(session, *args, **kwargs)
-                session.hook_worked()
             except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
-                ready = False
                 report(error)
+                return original(*args, **kwargs)
+            if session.failures:
+                session.hook_worked()
+            if state is DONE:
+                return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException:
-            if failed is not None and ready:
+            if failed is not None:
                 try:
                     failed(session, state)
                 except Exception as error:  # noqa: BLE001 as above
                     report(error)
             raise
-        if after is not None and ready:
+        if after is not None:
             try:
                 after(session, state, result, *args, **kwargs)
-                session.hook_worked()
             except Exception as error:  # noqa: BLE001 as above
                 report(error)
+            else:
+                if session.failures:
+                    session.hook_worked()
         return result
 
     def hook(original: Around, *args: Any, **kwargs: Any) -> Any:

@@ -18,12 +18,13 @@ from typing import Any, Final, cast
 
 from hicache_obs.config import read_setting
 from hicache_obs.findings import Hazard
+from hicache_obs.recorder.batch import Measured
+from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.hold_back import HoldBack
 from hicache_obs.recorder.nvtx_ranges import NoRanges
-from hicache_obs.recorder.recorder import EventState
 from hicache_obs.recorder.ring import RingWriter
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.recorder.server import Measured, ServerRecorder
+from hicache_obs.recorder.server import ServerRecorder
 from hicache_obs.records import (
     Access,
     CaptureMode,
@@ -120,7 +121,8 @@ class Session:
         self._on_open = on_open
         self._lock = threading.RLock()
         self._off = False
-        self._row = 0
+        self.failures = 0
+        """Of hooks, in a row."""
         self._ring: RingWriter | None = None
         self._sink: HoldBack | None = None
         self._recorder: ServerRecorder | None = None
@@ -139,17 +141,15 @@ class Session:
     @property
     def recording(self) -> bool:
         """Whether hooks do anything. Cheap; asked at every hooked call."""
+        ring = self._ring
         if self._off:
             return False
-        ring = self._ring
         if ring is None:
             return self._open()
-        if not ring.writable:
-            return False
-        if ring.off:
-            ring.drop(DropReason.SWITCHED_OFF)
-            return False
-        return True
+        if ring.capturing:
+            return True
+        ring.drop(DropReason.SWITCHED_OFF)  # nothing, once it is closed
+        return False
 
     @property
     def off(self) -> bool:
@@ -176,6 +176,7 @@ class Session:
         self._off = True
         with self._lock:
             if self._sink is not None and self._recorder is not None and self._ring is not None:
+                self._recorder.flush_batch()
                 self._state_counters()
                 self._sink.flush()
                 self._ring.close()
@@ -319,8 +320,8 @@ class Session:
             with self._lock:
                 errors = self.counters.errors
                 errors[target] = count = errors.get(target, 0) + 1
-                self._row += 1
-                row = self._row
+                self.failures += 1
+                row = self.failures
                 if self._sink is not None:
                     self._sink.drop(DropReason.RECORDER_ERROR)
             if count == 1:
@@ -333,7 +334,7 @@ class Session:
 
     def hook_worked(self) -> None:
         """A hook did its work: the row of failures is over."""
-        self._row = 0
+        self.failures = 0
 
     def count_fence(self, protects: str) -> None:
         """A missing fence was issued (mode ``enforce``); ``protects`` is ``load`` or ``write``."""

@@ -11,10 +11,12 @@ from functools import cache
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.recorder import EventState, StreamMark
-from hicache_obs.recorder.server import Measured
+from hicache_obs.recorder.batch import Measured
+from hicache_obs.recorder.event_state import EventState
+from hicache_obs.recorder.recorder import StreamMark
 from hicache_obs.records import Purpose
-from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.adapter import DONE, Adapter
+from hicache_obs.sglang.rounds import Round, wait_for_layer, waited
 from hicache_obs.sglang.session import IN_STREAM_CALL, Session
 
 ORDERED: Final = tuple(hazard for hazard in Hazard if hazard is not Hazard.TP_DIVERGENCE)
@@ -41,11 +43,11 @@ def stream_adapters(stream: str, event: str, *, optional: bool = False) -> tuple
 
     return (
         row(f"{stream}.wait_stream", _wait_stream, _after_wait_stream),
-        row(f"{stream}.wait_event", _wait_event),
+        row(f"{stream}.wait_event", _wait_event, _after_event_wait),
         row(f"{stream}.synchronize", _before_stream_sync, _after_stream_sync),
         row(f"{stream}.query", _before_stream_query, _after_stream_query, vital=False),
-        row(f"{event}.record", _before_record, _after_record, _record_failed),
-        row(f"{event}.wait", _event_wait),
+        row(f"{event}.record", _before_record, _after_record, _after_record),
+        row(f"{event}.wait", _event_wait, _after_event_wait),
         row(f"{event}.synchronize", _before_event_sync, _after_event_sync),
         row(f"{event}.query", _before_event_sync, _after_event_query),
         row(f"{event}.elapsed_time", _before_elapsed, _after_elapsed, vital=False),
@@ -75,34 +77,45 @@ def _purpose(session: Session) -> Purpose:
     return Purpose.PLAIN if purpose is None else purpose
 
 
-def _wait_stream(
-    session: Session, waiter: Any, on: Any, *_: Any, purpose: Purpose | None = None, **__: Any
-) -> tuple[Measured, Any] | None:
+def _wait_stream(session: Session, waiter: Any, on: Any, *_: Any, purpose: Purpose | None = None, **__: Any) -> object:
     """``purpose`` is what our own stream protocol adds; torch has no such argument."""
     if not capturing():
         why = _purpose(session) if purpose is None else purpose
         fence = why in (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
         measured = session.start_timing(waiter) if fence else None
         session.recorder.wait_for_stream(session.stream(waiter), session.stream(on), why, measured)
-        return None if measured is None else (measured, waiter)
-    return None
+        return DONE if measured is None else (measured, waiter)
+    return DONE
 
 
-def _after_wait_stream(session: Session, begun: tuple[Measured, Any] | None, *_: Any, **__: Any) -> None:
-    if begun is not None:
-        session.stop_timing(*begun)
+def _after_wait_stream(session: Session, begun: tuple[Measured, Any], *_: Any, **__: Any) -> None:
+    session.stop_timing(*begun)
 
 
-def _wait_event(session: Session, stream: Any, event: Any, *_: Any, purpose: Purpose | None = None, **__: Any) -> None:
+def _wait_event(
+    session: Session, stream: Any, event: Any, *_: Any, purpose: Purpose | None = None, **__: Any
+) -> object:
+    state = session.event(event)
+    if state.layer >= 0 and purpose is None:
+        return wait_for_layer(session, stream, state)
     if not capturing():
         why = _event_purpose(session) if purpose is None else purpose
-        session.recorder.wait_for_event(session.stream(stream), session.event(event), why)
+        session.recorder.wait_for_event(session.stream(stream), state, why)
+    return DONE
 
 
-def _event_wait(session: Session, event: Any, stream: Any = None, *_: Any) -> None:
+def _event_wait(session: Session, event: Any, stream: Any = None, *_: Any) -> object:
+    state = session.event(event)
+    if state.layer >= 0:
+        return wait_for_layer(session, stream, state)
     if not capturing():
         waiter = session.current_stream() if stream is None else session.stream(stream)
-        session.recorder.wait_for_event(waiter, session.event(event), _event_purpose(session))
+        session.recorder.wait_for_event(waiter, state, _event_purpose(session))
+    return DONE
+
+
+def _after_event_wait(session: Session, this: Round, *_: Any, **__: Any) -> None:
+    waited(session, this)
 
 
 def _event_purpose(session: Session) -> Purpose:
@@ -111,22 +124,23 @@ def _event_purpose(session: Session) -> Purpose:
     return Purpose.START if purpose in (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE) else purpose
 
 
-def _before_record(session: Session, event: Any, stream: Any = None, *_: Any) -> EventState | None:
+def _before_record(session: Session, event: Any, stream: Any = None, *_: Any) -> object:
+    """A layer's event, recorded where the layer's copy was launched, goes into the ring with the copies."""
     state = session.event(event)
+    if state.layer >= 0 and stream is None:
+        batch = session.recorder.batch
+        if batch is not None and batch.direction is not None:
+            batch.record(state)
+            return DONE
     if capturing():
-        return None
+        return DONE
     where = session.current_stream() if stream is None else session.stream(stream)
     session.recorder.begin_event_record(state, lambda: where)
     return state
 
 
-def _after_record(session: Session, state: EventState | None, *_: Any, **__: Any) -> None:
-    if state is not None:
-        session.recorder.end_event_record(state)
-
-
-def _record_failed(session: Session, state: EventState | None) -> None:
-    _after_record(session, state)
+def _after_record(session: Session, state: EventState, *_: Any, **__: Any) -> None:
+    session.recorder.end_event_record(state)
 
 
 def _before_event_sync(session: Session, event: Any, *_: Any) -> tuple[EventState, int]:

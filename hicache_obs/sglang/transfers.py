@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.server import Measured
+from hicache_obs.recorder.batch import Measured
 from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, Purpose, Space, Work
-from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.adapter import DONE, Adapter
 from hicache_obs.sglang.fences import add_load_fence, add_write_fence
-from hicache_obs.sglang.forwards import next_layer, waited
 from hicache_obs.sglang.page_ids import Convert
 from hicache_obs.sglang.pages import page_size
+from hicache_obs.sglang.rounds import TIME_EVERY
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.versions import Versions
 
 _REMEMBERED: Final = 8
-TIME_EVERY: Final = 16
-"""Layers are timed in every so-many-th transfer: an event pair per layer would cost more than all the rest."""
 _LOADS: Final = (Hazard.WAW_FORWARD_RESTORE, Hazard.WAR_FORWARD_RESTORE, Hazard.RAW_RESTORE_FORWARD)
 _WRITES: Final = (Hazard.RAW_FORWARD_BACKUP, Hazard.WAR_BACKUP_FORWARD)
 _LAYERS: Final = (Hazard.RAW_RESTORE_FORWARD,)
@@ -57,6 +55,7 @@ def _before_start_loading(session: Session, controller: Any) -> tuple[str | None
         session.stream(stream, LOAD_BACK)
         session.stream(session.raw_current_stream(), "schedule")
         session.local.purpose = Purpose.LOAD_FENCE
+        _know_layers(session, controller)
         if session.enforcing and getattr(controller, "load_fence_stream", None) is None:
             add_load_fence(session, stream)
     return outer, purpose
@@ -129,9 +128,34 @@ def _before_load_layer(
     layer_id: int,
     *_: Any,
     **__: Any,
-) -> _Copy | None:
-    layers = (int(layer_id), int(layer_id) + 1)
-    return _copy(session, host_pool, device_pool, host_indices, device_indices, layers, Direction.HOST_TO_DEVICE)
+) -> object:
+    """A layer of a load-back. All layers of one run on the stream that is current at its first."""
+    batch = session.recorder.batch
+    if batch is not None and batch.same:
+        pool, there, here = batch.same
+        if there is host_indices and here is device_indices and pool is host_pool:
+            batch.work(layer_id, layer_id + 1)
+            return DONE
+    return _first_of_layers(session, host_pool, device_pool, host_indices, device_indices, int(layer_id))
+
+
+def _first_of_layers(
+    session: Session, host_pool: Any, device_pool: Any, host_indices: Any, device_indices: Any, layer: int
+) -> object:
+    """A layer with other pages than the one before: the rest that has them is batched with it, unless it is timed."""
+    layers = (layer, layer + 1)
+    copy = _copy(session, host_pool, device_pool, host_indices, device_indices, layers, Direction.HOST_TO_DEVICE)
+    if copy is None:
+        return DONE
+    if copy.measured is not None:
+        return copy
+    work, recorder, stream = copy.work, session.recorder, session.stream(copy.stream)
+    batch = recorder.batch
+    if batch is None or batch.stream is not stream or batch.group != work.group or batch.site != work.site:
+        batch = recorder.begin_batch(stream, work.site, work.group, work.direction)
+    batch.use(work.accesses, work.size_bytes, (host_pool, host_indices, device_indices))
+    batch.work(*layers)
+    return DONE
 
 
 def _before_backup_all(
@@ -198,17 +222,18 @@ def _accesses(
 # -- layer events ----------------------------------------------------------------------------------------------
 
 
-def _before_layer_wait(session: Session, event: Any, layer_index: int) -> Purpose | None:
-    """A reader is about to wait for a layer: what it has launched so far is a segment of its own."""
-    outer: Purpose | None = getattr(session.local, "purpose", None)
-    next_layer(session, int(layer_index))
-    session.local.purpose = Purpose.LAYER
-    return outer
-
-
-def _after_layer_wait(session: Session, outer: Purpose | None, *_: Any) -> None:
-    session.local.purpose = outer
-    waited(session)
+def _know_layers(session: Session, controller: Any) -> None:
+    """Mark the events that end the controller's layers: a wait for one of them is a wait for that layer."""
+    counter = getattr(controller, "layer_done_counter", None)
+    if getattr(session.local, "counter", None) is counter:
+        return
+    try:
+        for loading in counter.events:  # type: ignore[union-attr] # without a counter it is the error below
+            for layer, event in enumerate(loading.load_events):
+                session.event(event).layer = layer
+    except AttributeError as error:
+        session.unobservable(_LAYERS, f"the controller's layer events are not where they were: {error}")
+    session.local.counter = counter
 
 
 def _before_move(session: Session, controller: Any, host_indices: Any, device_indices: Any) -> Any:
@@ -315,14 +340,6 @@ TRANSFER_ADAPTERS: Final = (
         after=_after_copy,
         hazards=_WRITES,
         group="in_copy",
-    ),
-    Adapter(
-        f"{_CONTROLLER}.LayerLoadingEvent.wait",
-        Versions("0.5.11"),
-        before=_before_layer_wait,
-        after=_after_layer_wait,
-        failed=_after_layer_wait,
-        hazards=_LAYERS,
     ),
     Adapter(
         f"{_CONTROLLER}.HiCacheController.move_indices", Versions("0.5.11"), before=_before_move, after=_after_move

@@ -1,0 +1,110 @@
+"""The forward round that is being launched, and how a wait for a layer divides it.
+
+What was launched before the wait did not wait: it is a segment of its own. One round in ``TIME_EVERY`` has its segments
+measured and recorded one by one; the others' go into the ring together, when the round is launched or something else
+is recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hicache_obs.recorder.batch import Batch, Measured
+from hicache_obs.recorder.event_state import EventState
+from hicache_obs.records import ALL_LAYERS, Access, Purpose, Work
+from hicache_obs.sglang.adapter import DONE
+from hicache_obs.sglang.session import Session
+from hicache_obs.streams.protocol import Stream
+
+SITE: Final = "forward"
+TIME_EVERY: Final = 16
+"""Layers are timed in every so-many-th round or transfer: an event pair per layer would cost more than all the rest."""
+
+
+@dataclass(slots=True)
+class Round:
+    """A round being launched on the calling thread.
+
+    Attributes:
+        raw: The stream, the engine's own object.
+        measured: An event pair around the segment that is being launched.
+        next_layer: First layer of that segment.
+        graph: The captured graph that is replayed; negative without one.
+        early: Event that the graph records before its accesses.
+        known: The record of each layer event that the round has waited for: a second wait orders nothing more.
+    """
+
+    stream: Stream
+    raw: Any
+    accesses: tuple[Access, ...]
+    group: int
+    measured: Measured | None
+    next_layer: int = 0
+    graph: int = -1
+    early: EventState | None = None
+    known: dict[EventState, int] = field(default_factory=dict)
+
+
+def wait_for_layer(session: Session, stream: Any, event: EventState) -> object:
+    """``stream`` is told to wait for the end of a layer's copy. Partner of ``waited``.
+
+    Returns:
+        ``DONE``, or the round, whose segment behind the wait is to be measured once the wait is issued.
+    """
+    this: Round | None = getattr(session.local, "round", None)
+    waiter = session.current_stream() if stream is None else session.stream(stream)
+    if this is None or waiter is not this.stream:
+        session.recorder.wait_for_event(waiter, event, Purpose.LAYER)
+        return DONE
+    known = this.known
+    if known.get(event) == event.version:
+        return DONE
+    known[event] = event.version
+    if this.measured is not None:
+        return _wait_measured(session, this, event)
+    batch = session.recorder.batch
+    if batch is None or batch.direction is not None or batch.group != this.group:
+        batch = _begin_batch(session, this)
+    layer = event.layer
+    if layer > this.next_layer:
+        batch.work(this.next_layer, layer)
+        this.next_layer = layer
+    batch.wait(event)
+    return DONE
+
+
+def _wait_measured(session: Session, this: Round, event: EventState) -> object:
+    if event.layer > this.next_layer:
+        end_segment(session, this, event.layer)
+    session.recorder.wait_for_event(this.stream, event, Purpose.LAYER)
+    if this.group % TIME_EVERY == 0:
+        return this
+    session.stop_timing(this.measured, this.raw)
+    this.measured = None
+    return DONE
+
+
+def waited(session: Session, this: Round) -> None:
+    """The wait inside a measured round has been issued: from here on it is measured again."""
+    if this.measured is None:
+        this.measured = session.start_timing(this.raw)
+
+
+def end_segment(session: Session, this: Round, end: int) -> None:
+    """What the round has launched since the last segment are its layers up to ``end``."""
+    layers = ALL_LAYERS if not this.next_layer and end == ALL_LAYERS[1] else (this.next_layer, end)
+    batch = session.recorder.batch
+    if this.measured is None and batch is not None and batch.direction is None and batch.group == this.group:
+        batch.work(*layers)
+    else:
+        session.stop_timing(this.measured, this.raw)
+        session.recorder.enqueue(this.stream, Work(SITE, this.accesses, layers, this.group), this.measured)
+    this.measured = None
+    this.next_layer = end
+
+
+def _begin_batch(session: Session, this: Round) -> Batch:
+    batch = session.recorder.begin_batch(this.stream, SITE, this.group, None)
+    batch.use(this.accesses, 0, ())
+    return batch
