@@ -72,6 +72,17 @@ class RingProblem(str, enum.Enum):
     """Records could not be kept: disk full, or no permission."""
 
 
+class SpanOutcome(str, enum.Enum):
+    """What became of a span; the ``outcome`` label of ``spans_total``."""
+
+    EXPORTED = "exported"
+    SAMPLED_OUT = "sampled_out"
+    """Its trace has no finding and is not one of the sample."""
+    QUEUE_FULL = "queue_full"
+    UNDELIVERED = "undelivered"
+    """The endpoint refused it, or could not be reached."""
+
+
 @dataclass(frozen=True, slots=True)
 class Label:
     """One label besides the rank labels.
@@ -157,6 +168,7 @@ UNKNOWN_REASON: Final = Label("reason", tuple(r.value for r in UnknownReason))
 DROP_REASON: Final = Label("reason", tuple(r.name.lower() for r in DropReason))
 RING_PROBLEM: Final = Label("reason", tuple(p.value for p in RingProblem))
 PHASE: Final = Label("phase", tuple(p.value for p in Phase))
+SPAN_OUTCOME: Final = Label("outcome", tuple(o.value for o in SpanOutcome))
 VERSION: Final = Label("version")
 ENGINE: Final = Label("engine")
 
@@ -199,6 +211,14 @@ CATALOGUE: Final[tuple[MetricRow, ...]] = (
         "on_finding, verdict contradiction",
         "Is a fence not where we think, or does a clock lie?",
         "Operation pairs proven ordered but measured in the wrong order.",
+    ),
+    _counter(
+        "accepted_total",
+        "op pairs",
+        (HAZARD,),
+        "on_finding, fingerprint in --accepted",
+        "How often does what we decided to live with happen?",
+        "Operation pairs of accepted fingerprints; they count nowhere else until the acceptance expires.",
     ),
     _counter(
         "weak_orderings_total",
@@ -399,6 +419,14 @@ CATALOGUE: Final[tuple[MetricRow, ...]] = (
         "agent, the ring's heartbeat",
         "Does the rank's recorder still run?",
         "Unix time at which the rank's recorder last said that it is alive, 0 if never.",
+    ),
+    _counter(
+        "spans_total",
+        "spans",
+        (SPAN_OUTCOME,),
+        "OTLP export",
+        "Do traces arrive, and is what is missing missing on purpose?",
+        "Spans built from records, by what became of them; 0 without OTLP export.",
     ),
     _gauge(
         "clock_error_seconds",

@@ -37,6 +37,7 @@ from hicache_obs.records import DropReason, OpId, Ranks
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
     from prometheus_client.registry import Collector
+    from prometheus_client.samples import Exemplar as PrometheusExemplar
     from prometheus_client.samples import Sample
 
 LOOPBACK: Final = "127.0.0.1"
@@ -45,6 +46,16 @@ _NS_PER_SECOND: Final = 1_000_000_000
 
 ONLY_RANK: Final = Ranks()
 """The rank of an engine that is not parallel."""
+
+
+class Exemplar(NamedTuple):
+    """One observed duration and the span that shows it; ids in hexadecimal."""
+
+    duration_ns: int
+    trace_id: str
+    span_id: str
+    time_ns: int
+    """Unix time of the span's end."""
 
 
 class Counter:
@@ -84,10 +95,13 @@ class Gauge:
 class Histogram:
     """One child of a histogram, bound once. Cells: one count per bucket, the overflow count, the sum."""
 
-    __slots__ = ("_bounds_ns", "_cells", "_first", "_sum")
+    __slots__ = ("_bounds_ns", "_cells", "_exemplars", "_first", "_sum")
 
-    def __init__(self, cells: array[int], first: int, bounds_ns: tuple[int, ...]) -> None:
+    def __init__(
+        self, cells: array[int], first: int, bounds_ns: tuple[int, ...], exemplars: dict[int, Exemplar]
+    ) -> None:
         self._cells = cells
+        self._exemplars = exemplars
         self._first = first
         self._bounds_ns = bounds_ns
         self._sum = first + len(bounds_ns) + 1
@@ -103,6 +117,10 @@ class Histogram:
         cells = self._cells
         cells[self._first + bisect_left(self._bounds_ns, duration_ns)] += 1
         cells[self._sum] += duration_ns
+
+    def explain(self, exemplar: Exemplar) -> None:
+        """Keep the trace of one observed duration as the exemplar of its bucket; on any one thread."""
+        self._exemplars[self._first + bisect_left(self._bounds_ns, exemplar.duration_ns)] = exemplar
 
 
 class _Slot(NamedTuple):
@@ -122,6 +140,7 @@ class RankMetrics:
     def __init__(self, rank: Ranks, slots: Iterable[_Slot], size: int) -> None:
         self.rank = rank
         self._cells = array("q", bytes(8 * size))
+        self._exemplars: dict[int, Exemplar] = {}
         self._slots = {(slot.row.name, slot.values): slot for slot in slots}
         rank_values = dict(zip(RANK_LABELS, (str(rank.tp), str(rank.pp), str(rank.dp)), strict=True))
         self._children: dict[str, list[tuple[int, dict[str, str]]]] = {metric.name: [] for metric in CATALOGUE}
@@ -151,11 +170,15 @@ class RankMetrics:
             KeyError: No such metric or label value.
         """
         slot = self._slot(name, values, MetricType.HISTOGRAM)
-        return Histogram(self._cells, slot.first, slot.row.buckets_ns)
+        return Histogram(self._cells, slot.first, slot.row.buckets_ns, self._exemplars)
 
     def snapshot(self) -> array[int]:
         """A copy of all cells, taken while no other Python thread runs."""
         return self._cells[:]
+
+    def labels(self, metric: MetricRow) -> list[dict[str, str]]:
+        """The labels of every child of ``metric``, the rank's first."""
+        return [labels for _, labels in self._children[metric.name]]
 
     def samples(self, metric: MetricRow, cells: array[int]) -> Iterator[Sample]:
         """The samples of every child of ``metric`` as they stood in ``cells``."""
@@ -170,7 +193,8 @@ class RankMetrics:
             seen = 0
             for index, bound in enumerate(bounds, first):
                 seen += cells[index]
-                yield Sample(metric.name + "_bucket", {**labels, "le": bound}, seen)
+                exemplar = _exemplar(self._exemplars.get(index))
+                yield Sample(metric.name + "_bucket", {**labels, "le": bound}, seen, exemplar=exemplar)
             yield Sample(metric.name + "_count", labels, seen)
             yield Sample(metric.name + "_sum", labels, _convert(metric, cells[first + len(bounds)]))
 
@@ -273,6 +297,7 @@ class MetricsSink:
         rank: The rank whose records are analysed.
         findings: Count checks, findings and weak orderings.
         costs: Count fences, layer waits and transfers.
+        accepts: Whether a fingerprint is one that somebody has accepted for now; its pairs count as ``accepted``.
         now_ns: Wall clock, nanoseconds since the epoch.
     """
 
@@ -283,9 +308,12 @@ class MetricsSink:
         *,
         findings: bool = True,
         costs: bool = True,
+        accepts: Callable[[str], bool] = lambda _: False,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         of = metrics.rank(rank)
+        self._accepts = accepts
+        self._accepted = {h: of.counter("accepted_total", h.value) for h in Hazard}
         self._findings = findings
         self._costs = costs
         self._now_ns = now_ns
@@ -326,7 +354,8 @@ class MetricsSink:
             lost = finding.cause is Cause.RECORDS_LOST
             self._unknown[UnknownReason.RECORDS_LOST if lost else UnknownReason.OTHER].add()
         elif finding.verdict in self._by_verdict:
-            self._by_verdict[finding.verdict][finding.hazard].add()
+            accepted = self._accepts(finding.fingerprint)
+            (self._accepted if accepted else self._by_verdict[finding.verdict])[finding.hazard].add()
 
     def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         """Count one pair whose order rests on a weaker kind of edge."""
@@ -452,6 +481,16 @@ def _label_dict(slot: _Slot) -> dict[str, str]:
 def _bounds(metric: MetricRow) -> tuple[str, ...]:
     """The ``le`` label values of all buckets: seconds, spelled as OpenMetrics wants (``1e-06``, ``1.0``)."""
     return (*(repr(bound / _NS_PER_SECOND) for bound in metric.buckets_ns), "+Inf")
+
+
+def _exemplar(exemplar: Exemplar | None) -> PrometheusExemplar | None:
+    """As OpenMetrics has it; the older text format leaves it out."""
+    from prometheus_client.samples import Exemplar as PrometheusExemplar
+
+    if exemplar is None:
+        return None
+    ids = {"trace_id": exemplar.trace_id, "span_id": exemplar.span_id}
+    return PrometheusExemplar(ids, exemplar.duration_ns / _NS_PER_SECOND, exemplar.time_ns / _NS_PER_SECOND)
 
 
 def _convert(metric: MetricRow, value: int) -> float:

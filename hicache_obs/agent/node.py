@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hicache_obs.agent.rank import LOG, MoreSinks, Problems, RankReader
+from hicache_obs.agent.rank import LOG, Follow, MoreSinks, Problems, RankReader
 from hicache_obs.agent.writers import has_ended
 from hicache_obs.errors import AgentRunning, ConfigError, LayoutError, RingTaken, TraceError
 from hicache_obs.exporters.catalogue import RingProblem
@@ -70,17 +70,27 @@ class NodeAgent:
         options: What to do.
         metrics: Gets a rank's children when its first ring is found.
         more_sinks: Further listeners to what is found in each ring.
+        follow: Makes followers of each ring.
+        accepts: See ``MetricsSink``.
 
     Raises:
         ConfigError: The directory is refused, or another agent reads it (``AgentRunning``).
     """
 
     def __init__(
-        self, options: NodeOptions, metrics: Metrics, *, more_sinks: MoreSinks = lambda _rank, _analyzer: ()
+        self,
+        options: NodeOptions,
+        metrics: Metrics,
+        *,
+        more_sinks: MoreSinks = lambda _rank, _analyzer: (),
+        follow: Follow = lambda _ring: (),
+        accepts: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._options = options
         self._metrics = metrics
         self._more_sinks = more_sinks
+        self._follow = follow
+        self._accepts = accepts
         open_ring_directory(options.directory)
         self._lock = AgentLock(options.directory)
         self._facts: dict[str, str] = {}
@@ -208,6 +218,8 @@ class NodeAgent:
                 journals=options.journals,
                 journal_max_bytes=options.journal_max_bytes,
                 more_sinks=self._more_sinks,
+                follow=self._follow,
+                accepts=self._accepts,
             )
         except RingTaken as error:
             self._refuse(key, path, error, None)

@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from hicache_obs.cli.layout import fit
+from hicache_obs.cli.outputs import Outputs, export_options, load_accepted, otlp_options
 from hicache_obs.config import read_setting, read_text
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import ExitCode, Verdict, worst
@@ -42,6 +43,7 @@ REPORTED: Final = (Verdict.VIOLATION, Verdict.CONTRADICTION, Verdict.LATENT, Ver
     "--journal-max-bytes", type=click.IntRange(min=1 << 16), metavar="N",
     help="Size of the journals of one rank; the oldest records go first.",
 )  # fmt: skip
+@export_options
 @click.option("--once", is_flag=True, help="Read what is there, say what was found, and end; no port is opened.")
 def command(
     directory: Path | None,
@@ -49,6 +51,9 @@ def command(
     bind: str | None,
     journal: Path | None,
     journal_max_bytes: int | None,
+    accepted_file: Path | None,
+    events: str | None,
+    otlp: str | None,
     once: bool,
 ) -> int:
     """Read the rings of all ranks on this node, and serve their metrics on one port.
@@ -58,9 +63,14 @@ def command(
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="hicache-obs agent: %(message)s", force=True)
     options = _options(directory, journal, journal_max_bytes)
-    if once:
-        return int(_read_once(options))
-    _serve(options, port, bind)
+    accepted, sent = load_accepted(accepted_file), otlp_options(otlp)
+    from hicache_obs.exporters.prometheus import Metrics
+
+    metrics = Metrics(ranks=(), engine="agent")
+    with closing(Outputs(accepted, events=events, otlp=sent, metrics=metrics)) as outputs:
+        if once:
+            return int(_read_once(options, metrics, outputs))
+        _serve(options, metrics, outputs, port, bind)
     return int(ExitCode.CLEAN)
 
 
@@ -94,30 +104,38 @@ def _check_journal(directory: Path) -> None:
         ) from None
 
 
-def _serve(options: NodeOptions, port: int | None, bind: str | None) -> None:
-    from hicache_obs.exporters.prometheus import Metrics, serve
+def _serve(options: NodeOptions, metrics: Metrics, outputs: Outputs, port: int | None, bind: str | None) -> None:
+    from hicache_obs.exporters.prometheus import serve
 
     address = read_text("bind")[0] if bind is None else bind
     number = read_setting("port")[0] if port is None else port
-    metrics = Metrics(ranks=(), engine="agent")
     with (
         _wait_for_signals() as wait,
-        _agent(options, metrics) as agent,
+        _agent(options, metrics, outputs) as agent,
         serve(metrics, address=address, port=number, option="--port") as server,
     ):
         agent.describe(url=server.url, journal="" if options.journals is None else str(options.journals.absolute()))
         click.echo(f"reading the rings in {options.directory}, metrics at {server.url}")
         sys.stdout.flush()
-        agent.run(wait)
+
+        def pause(seconds: float) -> bool:
+            outputs.idle()
+            return wait(seconds)
+
+        agent.run(pause)
 
 
 @contextmanager
 def _agent(
-    options: NodeOptions, metrics: Metrics, more: Callable[[Ranks, Analyzer], Sequence[AnalysisSink]] | None = None
+    options: NodeOptions,
+    metrics: Metrics,
+    outputs: Outputs,
+    more: Callable[[Ranks, Analyzer], Sequence[AnalysisSink]] = lambda _rank, _analyzer: (),
 ) -> Iterator[NodeAgent]:
     from hicache_obs.agent import NodeAgent
 
-    agent = NodeAgent(options, metrics) if more is None else NodeAgent(options, metrics, more_sinks=more)
+    accepts = outputs.accepted.covers
+    agent = NodeAgent(options, metrics, more_sinks=more, follow=outputs.follow, accepts=accepts)
     try:
         yield agent
     finally:
@@ -166,9 +184,8 @@ class _Read:
         return self.analyzer.totals.lookups - self.before.lookups
 
 
-def _read_once(options: NodeOptions) -> ExitCode:
+def _read_once(options: NodeOptions, metrics: Metrics, outputs: Outputs) -> ExitCode:
     from hicache_obs.analyzer.tally import Tally
-    from hicache_obs.exporters.prometheus import Metrics
 
     found: list[_Read] = []
 
@@ -176,7 +193,7 @@ def _read_once(options: NodeOptions) -> ExitCode:
         found.append(_Read(rank, analyzer, replace(analyzer.totals), Tally()))
         return [found[-1].tally]
 
-    with _agent(options, Metrics(ranks=(), engine="agent"), listen) as agent:
+    with _agent(options, metrics, outputs, listen) as agent:
         agent.drain()
         blind = agent.blind
     if not found and not blind:
@@ -184,7 +201,7 @@ def _read_once(options: NodeOptions) -> ExitCode:
         return ExitCode.NOTHING_CHECKED
     for read in found:
         click.echo(fit(_summary(read), indent=4))
-    codes = [read.tally.exit_code(read.lookups) for read in found]
+    codes = [read.tally.exit_code(read.lookups, accepts=outputs.accepted.covers) for read in found]
     return worst([*codes, *(ExitCode.NOTHING_CHECKED for _ in blind)])
 
 
