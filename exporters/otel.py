@@ -83,6 +83,7 @@ class Telemetry:
         self._rings: list[RingSpans] = []
         self._engines: dict[Ranks, str] = {}
         self._stop = threading.Event()
+        self._spans_over = threading.Event()
         self._said_at = float("-inf")
         self._threads: list[threading.Thread] = []
         self._exporters: list[SpanExporter | MetricExporter] = []
@@ -145,9 +146,9 @@ class Telemetry:
         for ring in list(self._rings):
             ring.on_batch((), last=True)
         self.queue.close()
-        self._stop.set()
         deadline = time.monotonic() + within_s
-        for thread in self._threads:
+        for stop, thread in zip((self._stop, self._spans_over)[-len(self._threads) :], self._threads, strict=True):
+            stop.set()  # metrics last: they have the exemplars of the last spans
             thread.join(max(0.0, deadline - time.monotonic()))
         for exporter in self._exporters:
             exporter.shutdown()
@@ -203,7 +204,7 @@ class Telemetry:
         )
         over = False
         while not over:
-            over = self._stop.wait(self.options.metrics_every_s)
+            over = self._spans_over.wait(self.options.metrics_every_s)
             try:
                 if exporter.export(source.collect()) is not MetricExportResult.SUCCESS:
                     self._complain("metrics were refused, or nobody listens")
