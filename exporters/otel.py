@@ -54,6 +54,14 @@ class _Queued(NamedTuple):
     ring: RingSpans
 
 
+class _Sender(NamedTuple):
+    """A thread that sends, and what ends it."""
+
+    stop: threading.Event
+    thread: threading.Thread
+    exporter: SpanExporter | MetricExporter
+
+
 class Telemetry:
     """Sends what all ranks of this process do; ends with ``close``.
 
@@ -85,21 +93,21 @@ class Telemetry:
         self._stop = threading.Event()
         self._spans_over = threading.Event()
         self._said_at = float("-inf")
-        self._threads: list[threading.Thread] = []
-        self._exporters: list[SpanExporter | MetricExporter] = []
+        self._senders: list[_Sender] = []
         if "traces" in options.protocols:
-            self._start("spans", self._send_spans, options.span_exporter)
+            self._start("spans", self._stop, self._send_spans, options.span_exporter)
         if "metrics" in options.protocols:
-            self._start("metrics", self._send_metrics, options.metric_exporter)
+            self._start("metrics", self._spans_over, self._send_metrics, options.metric_exporter)
 
-    def _start(self, what: str, send: Callable[[Exporter], None], make: Callable[[], Exporter]) -> None:
+    def _start(
+        self, what: str, stop: threading.Event, send: Callable[[Exporter], None], make: Callable[[], Exporter]
+    ) -> None:
         try:
             exporter = make()
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"OTEL_EXPORTER_OTLP_* for {what}: {error}; see docs/otel.md") from None
-        self._exporters.append(exporter)
         thread = threading.Thread(target=send, args=(exporter,), name=f"hicache-obs-{what}", daemon=True)
-        self._threads.append(thread)
+        self._senders.append(_Sender(stop, thread, exporter))
         thread.start()
 
     @property
@@ -147,13 +155,14 @@ class Telemetry:
             ring.on_batch((), last=True)
         self.queue.close()
         deadline = time.monotonic() + within_s
-        for stop, thread in zip((self._stop, self._spans_over)[-len(self._threads) :], self._threads, strict=True):
-            stop.set()  # metrics last: they have the exemplars of the last spans
-            thread.join(max(0.0, deadline - time.monotonic()))
-        for exporter in self._exporters:
-            exporter.shutdown()
-        for thread in self._threads:
-            thread.join(1.0)
+        for sender in self._senders:  # metrics last: they have the exemplars of the last spans
+            sender.stop.set()
+            sender.thread.join(max(0.0, deadline - time.monotonic()))
+        for sender in self._senders:
+            sender.exporter.shutdown()
+        for sender in self._senders:
+            sender.thread.join(1.0)
+        self._senders.clear()
         self._undelivered(self.queue.take(self.options.queue))
 
     # -- the sending threads ---------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_it_holds_to_the_end_of_its_last_day_and_then_says_so(tmp_path: Path) ->
     ],
 )
 def test_what_is_malformed_is_refused_with_one_sentence(tmp_path: Path, text: str | bytes, problem: str) -> None:
-    with pytest.raises(ConfigError, match="accepted.toml") as caught:
+    with pytest.raises(ConfigError, match=r"accepted\.toml") as caught:
         read(tmp_path, text)
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value).replace("\n[", "[")

@@ -205,8 +205,8 @@ def test_a_disk_that_fails_costs_lines_and_nothing_else(tmp_path: Path, caplog: 
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--events .*No such file"):
+    with pytest.raises(ConfigError, match=r"--events .*No such file"):
         LineFile(tmp_path / "absent" / "events.jsonl")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="--events .*link"):
+    with pytest.raises(ConfigError, match=r"--events .*link"):
         LineFile(tmp_path / "link")

@@ -177,11 +177,14 @@ def test_metrics_mirror_the_catalogue(telemetry: Callable[..., Telemetry], otlp_
     assert set(receiver.metrics) == {row.name for row in CATALOGUE}
     for row in CATALOGUE:
         kind = receiver.metrics[row.name].WhichOneof("data")
-        assert kind == {
-            MetricType.COUNTER: "sum",
-            MetricType.GAUGE: "gauge",
-            MetricType.HISTOGRAM: "exponential_histogram",
-        }[row.type]
+        assert (
+            kind
+            == {
+                MetricType.COUNTER: "sum",
+                MetricType.GAUGE: "gauge",
+                MetricType.HISTOGRAM: "exponential_histogram",
+            }[row.type]
+        )
     copies = receiver.metrics["hicache_obs_transfer_seconds"]
     restore, backup = copies.exponential_histogram.data_points
     assert (copies.unit, restore.count, backup.count) == ("s", 8, 0)

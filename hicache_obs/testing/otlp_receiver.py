@@ -1,18 +1,29 @@
-"""A real OTLP/gRPC receiver, and racy histories with device times."""
+"""A real OTLP/gRPC receiver for tests: keeps what arrives, to the nanosecond, links and exemplars included.
+
+Needs the packages of the extra ``otel``; they are imported when a receiver is made.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import ExitStack
 from typing import Any
-
-import pytest
 
 
 class Receiver:
-    """Keeps what arrives. ``accepting``: clear it, and every call waits until it is set again."""
+    """Listens from the start; ends with ``close``.
+
+    Args:
+        port: Of the loopback interface, 0 for any free one.
+
+    Attributes:
+        spans: In order of arrival, as OTLP has them.
+        resources: Attributes of what sent them, one entry per sender and message.
+        metrics: The newest of each name.
+        exemplars: Of all exponential histograms.
+        headers: Of each message of spans.
+        accepting: Clear it, and every call waits until it is set again, for half a minute at most.
+    """
 
     def __init__(self, port: int = 0) -> None:
         import grpc
@@ -33,7 +44,7 @@ class Receiver:
                 mine.accepting.wait(30)
                 mine.headers.append(dict(context.invocation_metadata()))
                 for group in request.resource_spans:
-                    mine.resources.append({a.key: text(a.value) for a in group.resource.attributes})
+                    mine.resources.append({a.key: _value(a.value) for a in group.resource.attributes})
                     mine.spans += [span for scope in group.scope_spans for span in scope.spans]
                 return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -56,6 +67,7 @@ class Receiver:
 
     @property
     def url(self) -> str:
+        """Endpoint to send to."""
         return f"http://127.0.0.1:{self.port}"
 
     def named(self, name: str) -> list[Any]:
@@ -63,23 +75,11 @@ class Receiver:
         return [span for span in self.spans if span.name == name]
 
     def close(self) -> None:
+        """Stop listening; blocks until all calls have ended."""
         self.accepting.set()
         self._server.stop(0).wait(10)
 
 
-def text(value: Any) -> Any:
+def _value(value: Any) -> Any:
     """The Python value of an OTLP attribute."""
     return getattr(value, value.WhichOneof("value"))
-
-
-@pytest.fixture
-def otlp_receiver() -> Iterator[Callable[..., Receiver]]:
-    """``otlp_receiver(port)``: a running receiver, on a free port by default."""
-    with ExitStack() as stack:
-
-        def start(port: int = 0) -> Receiver:
-            receiver = Receiver(port)
-            stack.callback(receiver.close)
-            return receiver
-
-        yield start
