@@ -19,7 +19,7 @@ operation, so that links need no table and an agent that takes over gives the sa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -72,6 +72,7 @@ from hicache_obs.records import (
 HOLD: Final = 64
 """Traces kept back for findings to come. A load-back that races a round is submitted before the second round after."""
 HOLD_NS: Final = 5_000_000_000
+GIVE_UP_NS: Final = 60_000_000_000
 MAX_OPEN: Final = 1024
 """Traces whose device times may still come."""
 MAX_LINKS: Final = 32
@@ -217,22 +218,18 @@ class SpanBuilder:
             complete: No more findings come about traces whose times are all known.
             everything: Nothing follows.
         """
-        found = []
-        while self._open:
-            key, root = next(iter(self._open.items()))
-            if not everything and not self._is_over(root, complete=complete):
+        over = []
+        extra = len(self._open) - HOLD
+        for place, root in enumerate(self._open.values()):
+            age_ns = self._now_ns - root.issued_ns
+            if not (everything or complete or place < extra or age_ns > HOLD_NS):
                 break
-            del self._open[key]
-            spans = self._close(root)
-            if spans:
-                found.append(spans)
-        return found
-
-    def _is_over(self, root: _Node, *, complete: bool) -> bool:
-        if len(self._open) > MAX_OPEN:
-            return True
-        old = complete or len(self._open) > HOLD or self._now_ns - root.issued_ns > HOLD_NS
-        return old and not any(node.untimed for node in _tree(root))
+            forced = everything or place < extra + HOLD - MAX_OPEN or age_ns > GIVE_UP_NS
+            if forced or not any(node.untimed for node in _tree(root)):
+                over.append(root)
+        for root in over:
+            del self._open[root.name, root.number]
+        return [spans for spans in map(self._close, over) if spans]
 
     # -- records ---------------------------------------------------------------------------------------------
 
@@ -384,7 +381,7 @@ class SpanBuilder:
     # -- finished traces -------------------------------------------------------------------------------------
 
     def _close(self, root: _Node) -> list[Span]:
-        nodes = list(_tree(root))
+        nodes = _tree(root)
         for node in nodes:
             self._forget(node)
         kept = any(side.finding.verdict in DEFINITE for node in nodes for side in node.findings)
@@ -487,10 +484,12 @@ def _node(name: str, number: int, issued_ns: int) -> _Node:
     return _Node(name, number, issued_ns, {}, [], [], [])
 
 
-def _tree(node: _Node) -> Iterator[_Node]:
-    yield node
-    for child in node.children:
-        yield from _tree(child)
+def _tree(root: _Node) -> list[_Node]:
+    """``root`` and all below it, parents first."""
+    nodes = [root]
+    for node in nodes:
+        nodes += node.children
+    return nodes
 
 
 def _adopt(parent: _Node, *nodes: _Node) -> None:

@@ -299,3 +299,11 @@ def test_ids_are_the_same_for_another_agent_and_differ_between_rings() -> None:
 def test_what_is_no_trace_context_gives_no_link(text: str) -> None:
     assert parse_traceparent(CONTEXT) == SpanId(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
     assert parse_traceparent(text) is None
+
+
+def test_lost_times_hold_up_their_own_trace_only() -> None:
+    fed, released = Fed(), []
+    for n in range(1, 2 * HOLD):
+        timed = [] if n == 3 else [times(n, 100 * n, 100 * n + 50)]
+        released += fed.feed(forward(n, n, pages(n)), *timed)
+    assert [spans[0].attributes["hicache.round"] for spans in released] == [1, 2, *range(4, HOLD)]
