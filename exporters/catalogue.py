@@ -481,6 +481,9 @@ _NOTES: Final = """\
   `checks_total`; for one hazard also with `hazard_observable`.
 - `unknown_total` above 0 means some pairs could not be judged, mostly because records were dropped. That is
   not clean either.
+- A scrape in OpenMetrics has exemplars: `fingerprint` on the counters of findings, `op_id` (the operation id of NVTX
+  ranges and journals) on fence waits, `transfer` on transfers, `trace_id` and `span_id` once a span was delivered; and,
+  unless switched off, `_created` series: the Unix time since which a counter or histogram counts.
 - The bucket counts of a histogram always agree with each other; its sum may be one observation behind.
 - A ratio is computed in the query, never exported. The share of fence waits in the time transfers took:
 

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from hicache_obs import __version__
@@ -19,11 +19,11 @@ from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.catalogue import Phase, SpanOutcome
 from hicache_obs.exporters.otlp_metrics import SCOPE, Durations, OtlpMetrics
 from hicache_obs.exporters.otlp_options import OtlpOptions, require_exporters, resource
-from hicache_obs.exporters.prometheus import Metrics
+from hicache_obs.exporters.prometheus import SPAN_ID, TRACE_ID, VERDICT_COUNTERS, Exemplar, Metrics
 from hicache_obs.exporters.span_builder import SpanBuilder
 from hicache_obs.exporters.span_queue import SpanQueue
-from hicache_obs.exporters.spans import Link, Span, SpanId
-from hicache_obs.findings import Finding
+from hicache_obs.exporters.spans import ORDERING_FINDING, Event, Link, Span, SpanId
+from hicache_obs.findings import Finding, Verdict
 from hicache_obs.records import AnyRecord, Ranks
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Telemetry:
     Args:
         options: Where and how.
         metrics: Sent as they are; the counters of spans are kept in it.
+        accepts: See ``MetricsSink``: an accepted finding has no exemplar.
         pauses: First and longest pause after a failure, seconds.
 
     Raises:
@@ -79,11 +80,13 @@ class Telemetry:
         options: OtlpOptions,
         metrics: Metrics,
         *,
+        accepts: Callable[[str], bool] = lambda _: False,
         pauses: tuple[float, float] = (FIRST_PAUSE_S, LONGEST_PAUSE_S),
     ) -> None:
         require_exporters()
         self.options: Final = options
         self.metrics: Final = metrics
+        self.accepts: Final = accepts
         self.queue: Final = SpanQueue[_Queued](options.queue, lambda queued: queued.ring.count(SpanOutcome.QUEUE_FULL))
         self._pid = os.getpid()
         self._pauses = pauses
@@ -115,21 +118,23 @@ class Telemetry:
         """False in a child of ``fork``: the threads, and the queue's lock perhaps, are the parent's."""
         return os.getpid() == self._pid
 
-    def ring(self, rank: Ranks, key: str, *, to_wall_ns: int, costs: bool = True, run: str = "") -> RingSpans:
+    def ring(
+        self, rank: Ranks, key: str, *, to_wall_ns: int, findings: bool = True, costs: bool = True, run: str = ""
+    ) -> RingSpans:
         """A listener for one ring.
 
         Args:
             key: Names the ring for good.
             to_wall_ns: What to add to a host clock reading to get Unix time.
+            findings: Make spans the exemplars of its findings, which the metrics count.
             costs: Record durations, and make spans their exemplars; else the metrics leave this ring's costs out.
             run: See ``otlp_options.resource``.
         """
         if rank not in self._durations:
             self._durations = {**self._durations, rank: Durations(self.metrics, rank)}
         durations = self._durations[rank] if costs else None
-        made = RingSpans(
-            self, rank, SpanBuilder(key, to_wall_ns=to_wall_ns, one_in=self.options.one_in), durations, run
-        )
+        builder = SpanBuilder(key, to_wall_ns=to_wall_ns, one_in=self.options.one_in)
+        made = RingSpans(self, rank, builder, durations, findings=findings, run=run)
         self._rings.append(made)
         return made
 
@@ -234,12 +239,20 @@ class RingSpans(Ignore):
     """
 
     def __init__(
-        self, telemetry: Telemetry, rank: Ranks, builder: SpanBuilder, durations: Durations | None, run: str
+        self,
+        telemetry: Telemetry,
+        rank: Ranks,
+        builder: SpanBuilder,
+        durations: Durations | None,
+        *,
+        findings: bool,
+        run: str,
     ) -> None:
         self.rank: Final = rank
         self._telemetry = telemetry
         self._builder = builder
         self._durations = durations
+        self._explains = findings
         self._run = run
         self._counters = {
             outcome: telemetry.metrics.rank(rank).counter("spans_total", outcome.value) for outcome in SpanOutcome
@@ -327,8 +340,21 @@ class RingSpans(Ignore):
     def delivered(self, span: Span) -> None:
         """``span`` has arrived: what it explains has an exemplar from now on."""
         self._counters[SpanOutcome.EXPORTED].add()
+        ids = {TRACE_ID: f"{span.id.trace:032x}", SPAN_ID: f"{span.id.span:016x}"}
         if span.observation is not None and self._durations is not None:
-            self._durations.explain(span, span.observation)
+            self._durations.explain(span, span.observation, Exemplar(ids, time.time_ns()))
+        for event in span.events:
+            if self._explains and event.name == ORDERING_FINDING:
+                self._explain_finding(event, ids)
+
+    def _explain_finding(self, event: Event, ids: Mapping[str, str]) -> None:
+        fingerprint, hazard, verdict = (
+            str(event.attributes[f"hicache.{name}"]) for name in ("fingerprint", "hazard", "verdict")
+        )
+        counter = VERDICT_COUNTERS.get(Verdict(verdict))
+        if counter is not None and not self._telemetry.accepts(fingerprint):
+            exemplar = Exemplar({"fingerprint": fingerprint, **ids}, time.time_ns())
+            self._telemetry.metrics.rank(self.rank).explain(counter, hazard, amount=1, exemplar=exemplar)
 
     def resource(self) -> Resource:
         """What sends this ring's spans."""

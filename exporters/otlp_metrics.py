@@ -65,12 +65,11 @@ class Durations(Ignore):
         self._record("op_seconds", cost.kind, cost.op_ns)
         self._record("transfer_seconds", cost.kind, cost.copy_ns)
 
-    def explain(self, span: Span, observation: Observation) -> None:
-        """``span`` has been delivered: make it the exemplar of what it explains, here and for Prometheus."""
+    def explain(self, span: Span, observation: Observation, exemplar: Exemplar) -> None:
+        """``span`` was delivered: make it the exemplar of what it explains, here and (``exemplar``) for Prometheus."""
         metric, labels, value_ns = observation
         self.histograms[metric, labels].explain(DurationExemplar(value_ns, span.id, span.end_ns))
-        exemplar = Exemplar(value_ns, f"{span.id.trace:032x}", f"{span.id.span:016x}", span.end_ns)
-        self._of.histogram(metric, *labels).explain(exemplar)
+        self._of.explain(metric, *labels, amount=value_ns, exemplar=exemplar)
 
     def _record(self, name: str, kind: TransferKind, duration_ns: int) -> None:
         self.histograms[name, (kind.value,)].record(duration_ns)

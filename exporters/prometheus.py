@@ -1,4 +1,4 @@
-"""Prometheus exposition of the analyzer's results: own storage, one sink, one HTTP endpoint.
+"""Prometheus exposition of the analyzer's results: own storage, one sink, both text formats.
 
 Values live in one integer array per rank (nanoseconds, bytes, counts) and are converted when scraped.
 ``prometheus_client``'s own metric classes are not used: in a server that has set its multiprocess directory
@@ -8,19 +8,15 @@ plugin that imports it before that directory is set silently empties the server'
 
 from __future__ import annotations
 
-import errno
-import socket
 import threading
 import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from hicache_obs import __version__
 from hicache_obs.costs import FenceCost, TransferCost, TransferKind
-from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.catalogue import (
     CATALOGUE,
     RANK_LABELS,
@@ -37,10 +33,9 @@ from hicache_obs.records import DropReason, OpId, Ranks
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
     from prometheus_client.registry import Collector
-    from prometheus_client.samples import Exemplar as PrometheusExemplar
+    from prometheus_client.samples import Exemplar as OpenMetricsExemplar
     from prometheus_client.samples import Sample
 
-LOOPBACK: Final = "127.0.0.1"
 _NS_PER_SECOND: Final = 1_000_000_000
 
 
@@ -49,25 +44,41 @@ ONLY_RANK: Final = Ranks()
 
 
 class Exemplar(NamedTuple):
-    """One observed duration and the span that shows it; ids in hexadecimal."""
+    """One event behind a number: ids that are no labels. OpenMetrics allows 128 characters of names and values.
 
-    duration_ns: int
-    trace_id: str
-    span_id: str
-    time_ns: int
-    """Unix time of the span's end."""
+    Attributes:
+        labels: By name.
+        wall_ns: When it was counted, nanoseconds since the epoch.
+    """
+
+    labels: Mapping[str, str]
+    wall_ns: int
+
+
+Exemplars = dict[int, tuple[Exemplar, int]]
+"""By cell: the newest exemplar, and by how much the event moved the metric."""
+TRACE_ID: Final = "trace_id"
+SPAN_ID: Final = "span_id"
+TRACED_NS: Final = 60 * _NS_PER_SECOND
+"""Only a span replaces the exemplar that is a younger span: it is there for a scrape, however often things happen."""
+VERDICT_COUNTERS: Final = {
+    Verdict.VIOLATION: "violations_total",
+    Verdict.LATENT: "latent_races_total",
+    Verdict.CONTRADICTION: "contradictions_total",
+}
 
 
 class Counter:
     """One child of a counter, bound once; ``add`` is one array update."""
 
-    __slots__ = ("_cells", "_index")
+    __slots__ = ("_cells", "_exemplars", "_index")
 
-    def __init__(self, cells: array[int], index: int) -> None:
+    def __init__(self, cells: array[int], index: int, exemplars: Exemplars) -> None:
         self._cells = cells
         self._index = index
+        self._exemplars = exemplars
 
-    def add(self, amount: int = 1) -> None:
+    def add(self, amount: int = 1, exemplar: Exemplar | None = None) -> None:
         """Count ``amount`` more: nanoseconds for a metric in seconds, else what its name counts.
 
         Raises:
@@ -76,6 +87,8 @@ class Counter:
         if amount < 0:
             raise ValueError(f"a counter only grows, got {amount}")
         self._cells[self._index] += amount
+        if exemplar is not None:
+            _keep(self._exemplars, self._index, exemplar, amount)
 
 
 class Gauge:
@@ -97,16 +110,14 @@ class Histogram:
 
     __slots__ = ("_bounds_ns", "_cells", "_exemplars", "_first", "_sum")
 
-    def __init__(
-        self, cells: array[int], first: int, bounds_ns: tuple[int, ...], exemplars: dict[int, Exemplar]
-    ) -> None:
+    def __init__(self, cells: array[int], first: int, bounds_ns: tuple[int, ...], exemplars: Exemplars) -> None:
         self._cells = cells
-        self._exemplars = exemplars
         self._first = first
         self._bounds_ns = bounds_ns
         self._sum = first + len(bounds_ns) + 1
+        self._exemplars = exemplars
 
-    def observe(self, duration_ns: int) -> None:
+    def observe(self, duration_ns: int, exemplar: Exemplar | None = None) -> None:
         """Count one duration. A duration equal to a bound belongs to that bound's bucket.
 
         Raises:
@@ -115,12 +126,18 @@ class Histogram:
         if duration_ns < 0:
             raise ValueError(f"a duration is not negative, got {duration_ns} ns")
         cells = self._cells
-        cells[self._first + bisect_left(self._bounds_ns, duration_ns)] += 1
+        cell = self._first + bisect_left(self._bounds_ns, duration_ns)
+        cells[cell] += 1
         cells[self._sum] += duration_ns
+        if exemplar is not None:
+            _keep(self._exemplars, cell, exemplar, duration_ns)
 
-    def explain(self, exemplar: Exemplar) -> None:
-        """Keep the trace of one observed duration as the exemplar of its bucket; on any one thread."""
-        self._exemplars[self._first + bisect_left(self._bounds_ns, exemplar.duration_ns)] = exemplar
+
+def _keep(exemplars: Exemplars, cell: int, exemplar: Exemplar, amount: int) -> None:
+    """Replace the exemplar of ``cell``, unless that is a span that has been there for less than ``TRACED_NS``."""
+    known = exemplars.get(cell)
+    if known is None or TRACE_ID not in known[0].labels or exemplar.wall_ns >= known[0].wall_ns + TRACED_NS:
+        exemplars[cell] = exemplar, amount
 
 
 class _Slot(NamedTuple):
@@ -137,10 +154,12 @@ class RankMetrics:
     One thread at a time may feed the children of a rank; any number may scrape meanwhile.
     """
 
-    def __init__(self, rank: Ranks, slots: Iterable[_Slot], size: int) -> None:
+    def __init__(self, rank: Ranks, slots: Iterable[_Slot], size: int, created_s: float) -> None:
         self.rank = rank
+        self.created_s: Final = created_s
+        """Unix time since which its counters and histograms count."""
         self._cells = array("q", bytes(8 * size))
-        self._exemplars: dict[int, Exemplar] = {}
+        self._exemplars: Exemplars = {}
         self._slots = {(slot.row.name, slot.values): slot for slot in slots}
         rank_values = dict(zip(RANK_LABELS, (str(rank.tp), str(rank.pp), str(rank.dp)), strict=True))
         self._children: dict[str, list[tuple[int, dict[str, str]]]] = {metric.name: [] for metric in CATALOGUE}
@@ -153,7 +172,7 @@ class RankMetrics:
         Raises:
             KeyError: No such metric or label value.
         """
-        return Counter(self._cells, self._slot(name, values, MetricType.COUNTER).first)
+        return Counter(self._cells, self._slot(name, values, MetricType.COUNTER).first, self._exemplars)
 
     def gauge(self, name: str, *values: str) -> Gauge:
         """The child of gauge ``name`` with these label values, in catalogue order.
@@ -180,23 +199,64 @@ class RankMetrics:
         """The labels of every child of ``metric``, the rank's first."""
         return [labels for _, labels in self._children[metric.name]]
 
-    def samples(self, metric: MetricRow, cells: array[int]) -> Iterator[Sample]:
-        """The samples of every child of ``metric`` as they stood in ``cells``."""
+    def explain(self, name: str, *values: str, amount: int, exemplar: Exemplar) -> None:
+        """Make a span that has been delivered the exemplar of what it shows; on any thread.
+
+        Args:
+            name, values: A counter or histogram, and its label values in catalogue order.
+            amount: What was counted or observed, in the unit that ``add`` and ``observe`` take.
+            exemplar: With the labels ``TRACE_ID`` and ``SPAN_ID``. Its time is that of the delivery: Prometheus takes
+                the exemplars of a series in order only.
+
+        Raises:
+            KeyError: No such metric or label value.
+        """
+        slot = self._slots[row(name).name, values]
+        cell = slot.first
+        if slot.row.type is MetricType.HISTOGRAM:
+            cell += bisect_left(slot.row.buckets_ns, amount)
+        self._exemplars[cell] = exemplar, amount
+
+    def value(self, name: str, *values: str) -> int:
+        """The value of a counter or gauge, in the unit that ``add`` and ``set`` take; safe on any thread.
+
+        Raises:
+            KeyError: No such metric or label value.
+        """
+        return self._cells[self._slots[row(name).name, values].first]
+
+    def total(self, name: str) -> int:
+        """The sum of a counter over its label values."""
+        return sum(self._cells[first] for first, _ in self._children[row(name).name])
+
+    def samples(self, metric: MetricRow, cells: array[int], *, created: bool = False) -> Iterator[Sample]:
+        """The samples of every child of ``metric`` as they stood in ``cells``; with ``created`` also since when."""
         from prometheus_client.samples import Sample
 
-        if metric.type is not MetricType.HISTOGRAM:
-            for first, labels in self._children[metric.name]:
-                yield Sample(metric.name, labels, _convert(metric, cells[first]))
-            return
-        bounds = _bounds(metric)
+        bounds = _bounds(metric) if metric.type is MetricType.HISTOGRAM else ()
         for first, labels in self._children[metric.name]:
-            seen = 0
-            for index, bound in enumerate(bounds, first):
-                seen += cells[index]
-                exemplar = _exemplar(self._exemplars.get(index))
-                yield Sample(metric.name + "_bucket", {**labels, "le": bound}, seen, exemplar=exemplar)
-            yield Sample(metric.name + "_count", labels, seen)
-            yield Sample(metric.name + "_sum", labels, _convert(metric, cells[first + len(bounds)]))
+            if bounds:
+                seen = 0
+                for index, bound in enumerate(bounds, first):
+                    seen += cells[index]
+                    exemplar = self._exemplar(metric, index)
+                    yield Sample(metric.name + "_bucket", {**labels, "le": bound}, seen, None, exemplar)
+                yield Sample(metric.name + "_count", labels, seen)
+                yield Sample(metric.name + "_sum", labels, _convert(metric, cells[first + len(bounds)]))
+            else:
+                value = _convert(metric, cells[first])
+                yield Sample(metric.name, labels, value, None, self._exemplar(metric, first))
+            if created and metric.type is not MetricType.GAUGE:
+                yield Sample(metric.family + "_created", labels, self.created_s)
+
+    def _exemplar(self, metric: MetricRow, cell: int) -> OpenMetricsExemplar | None:
+        known = self._exemplars.get(cell)
+        if known is None:
+            return None
+        from prometheus_client.samples import Exemplar, Timestamp
+
+        (labels, wall_ns), amount = known
+        return Exemplar(dict(labels), _convert(metric, amount), Timestamp(*divmod(wall_ns, _NS_PER_SECOND)))
 
     def _slot(self, name: str, values: tuple[str, ...], kind: MetricType) -> _Slot:
         slot = self._slots[row(name).name, values]
@@ -212,11 +272,18 @@ class Metrics:
         ranks: Ranks that exist from the start, so that they are exported at 0 before their first record.
         engine: What is observed, e.g. ``demo`` or ``sglang 0.5.23``.
         version: Version of this package; by default the running one.
+        now_ns: Wall clock, nanoseconds since the epoch.
     """
 
     def __init__(
-        self, *, ranks: Iterable[Ranks] = (ONLY_RANK,), engine: str = "demo", version: str = __version__
+        self,
+        *,
+        ranks: Iterable[Ranks] = (ONLY_RANK,),
+        engine: str = "demo",
+        version: str = __version__,
+        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        self._now_ns = now_ns
         fixed = {"engine": engine, "version": version}
         self._slots, self._size = _layout(fixed)
         self._lock = threading.Lock()
@@ -228,7 +295,7 @@ class Metrics:
         """The children of ``rank``; created, all at 0, on first use."""
         with self._lock:
             if rank not in self._ranks:
-                created = RankMetrics(rank, self._slots, self._size)
+                created = RankMetrics(rank, self._slots, self._size, self._now_ns() / _NS_PER_SECOND)
                 build_info = next(slot for slot in self._slots if slot.row is row("build_info"))
                 created.gauge("build_info", *build_info.values).set(1)
                 # A new dict: a scrape that is iterating keeps the old one.
@@ -268,22 +335,38 @@ class Metrics:
         for metric in CATALOGUE:
             yield Metric(metric.family, metric.help, metric.type.value, metric.base_unit)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self, *, created: bool = False) -> Iterator[Metric]:
         """The metric families with the samples of all ranks; safe on any thread."""
         ranks = [(children, children.snapshot()) for children in self._ranks.values()]
         for metric, family in zip(CATALOGUE, self.describe(), strict=True):
             for children, cells in ranks:
-                family.samples.extend(children.samples(metric, cells))
+                family.samples.extend(children.samples(metric, cells, created=created))
             yield family
 
-    def registry(self) -> CollectorRegistry:
-        """A fresh registry that holds these metrics and nothing else."""
+    def registry(self, *, created: bool = False) -> CollectorRegistry:
+        """A fresh registry that holds these metrics and nothing else.
+
+        Args:
+            created: Also since when each counter and histogram counts. OpenMetrics knows these series; the older
+                text format would declare them as gauges of their own.
+        """
         from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry()
         # Not a subclass of Collector, which would import the library with this module.
-        registry.register(cast("Collector", self))
+        registry.register(cast("Collector", _Created(self) if created else self))
         return registry
+
+
+class _Created:
+    """``metrics`` as a collector that also says since when they count."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.describe = metrics.describe
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.collect(created=True)
 
 
 class MetricsSink:
@@ -318,9 +401,7 @@ class MetricsSink:
         self._costs = costs
         self._now_ns = now_ns
         self._by_verdict = {
-            Verdict.VIOLATION: {h: of.counter("violations_total", h.value) for h in Hazard},
-            Verdict.LATENT: {h: of.counter("latent_races_total", h.value) for h in Hazard},
-            Verdict.CONTRADICTION: {h: of.counter("contradictions_total", h.value) for h in Hazard},
+            verdict: {h: of.counter(name, h.value) for h in Hazard} for verdict, name in VERDICT_COUNTERS.items()
         }
         self._unknown = {reason: of.counter("unknown_total", reason.value) for reason in UnknownReason}
         self._weak = {
@@ -354,8 +435,11 @@ class MetricsSink:
             lost = finding.cause is Cause.RECORDS_LOST
             self._unknown[UnknownReason.RECORDS_LOST if lost else UnknownReason.OTHER].add()
         elif finding.verdict in self._by_verdict:
-            accepted = self._accepts(finding.fingerprint)
-            (self._accepted if accepted else self._by_verdict[finding.verdict])[finding.hazard].add()
+            if self._accepts(finding.fingerprint):
+                self._accepted[finding.hazard].add()
+                return
+            exemplar = Exemplar({"fingerprint": finding.fingerprint}, self._now_ns())
+            self._by_verdict[finding.verdict][finding.hazard].add(1, exemplar)
 
     def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         """Count one pair whose order rests on a weaker kind of edge."""
@@ -365,8 +449,9 @@ class MetricsSink:
     def on_fence(self, cost: FenceCost) -> None:
         """Observe one fence's wait and the avoidable part of it."""
         if self._costs:
-            self._fence_wait[cost.kind].observe(cost.waited_ns)
-            self._fence_avoidable[cost.kind].observe(cost.avoidable_ns)
+            exemplar = Exemplar({"op_id": str(cost.op)}, self._now_ns())
+            self._fence_wait[cost.kind].observe(cost.waited_ns, exemplar)
+            self._fence_avoidable[cost.kind].observe(cost.avoidable_ns, exemplar)
 
     def on_layer_wait(self, waited_ns: int) -> None:
         """Observe one layer wait."""
@@ -382,8 +467,9 @@ class MetricsSink:
             self._unfenced[kind].add()
         self._bytes[kind].add(cost.size_bytes)
         self._pages[kind].add(cost.pages)
-        self._op[kind].observe(cost.op_ns)
-        self._copy[kind].observe(cost.copy_ns)
+        exemplar = Exemplar({"transfer": str(cost.transfer)}, self._now_ns())
+        self._op[kind].observe(cost.op_ns, exemplar)
+        self._copy[kind].observe(cost.copy_ns, exemplar)
 
     def on_records(self, count: int) -> None:
         """Count analysed records and note the time."""
@@ -395,71 +481,29 @@ class MetricsSink:
         self._dropped[reason].add(count)
 
 
-class Server:
-    """A running ``/metrics`` endpoint, made by ``serve``; ends with ``close`` or the ``with`` block."""
-
-    def __init__(self, address: str, port: int, stop: Callable[[], None]) -> None:
-        self.address = address
-        self.port = port
-        self._stop: Callable[[], None] | None = stop
-
-    @property
-    def url(self) -> str:
-        """Address to scrape."""
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"http://{host}:{self.port}/metrics"
-
-    def close(self) -> None:
-        """Stop listening; blocks until the thread ended. A second call does nothing."""
-        if self._stop is not None:
-            self._stop()
-            self._stop = None
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def serve(metrics: Metrics, *, address: str = LOOPBACK, port: int, option: str = "--serve") -> Server:
-    """Serve ``metrics`` on ``http://address:port/metrics`` from a daemon thread.
-
-    Args:
-        address: Local address to bind to.
-        port: Port, 0 for any free one.
-        option: What the user set the port with, for messages.
-
-    Returns:
-        The server; its ``port`` is the real one.
-
-    Raises:
-        ConfigError: The address or port cannot be bound.
-    """
-    from prometheus_client import start_http_server
-
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"{option}: port {port} is out of range; choose 1 to 65535, or 0 for any free port")
-    try:
-        httpd, thread = start_http_server(port, addr=address, registry=metrics.registry())
-    except OSError as error:
-        raise ConfigError(f"{option}: {_bind_problem(error, address, port)}") from error
-
-    def stop() -> None:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
-
-    return Server(address, httpd.server_port, stop)
-
-
 def render(metrics: Metrics) -> bytes:
     """The current values as one scrape in the Prometheus text format, UTF-8."""
     from prometheus_client import generate_latest
 
     return generate_latest(metrics.registry())
+
+
+def negotiate(metrics: Metrics, accept: str, *, names: Iterable[str] = (), created: bool = True) -> tuple[bytes, str]:
+    """One scrape in the format a client asks for, and its content type; OpenMetrics has exemplars and created times.
+
+    Args:
+        metrics: What to expose.
+        accept: The client's ``Accept`` header, empty for the Prometheus text format.
+        names: Only the families with series of these names; none for all.
+        created: Created times, where the format has them.
+    """
+    from prometheus_client.exposition import choose_encoder
+
+    encode, content_type = choose_encoder(accept)
+    openmetrics = content_type.startswith("application/openmetrics-text")
+    registry = metrics.registry(created=created and openmetrics)
+    wanted = list(names)
+    return encode(registry.restricted_registry(wanted) if wanted else registry), content_type
 
 
 def _layout(fixed: Mapping[str, str]) -> tuple[tuple[_Slot, ...], int]:
@@ -483,27 +527,5 @@ def _bounds(metric: MetricRow) -> tuple[str, ...]:
     return (*(repr(bound / _NS_PER_SECOND) for bound in metric.buckets_ns), "+Inf")
 
 
-def _exemplar(exemplar: Exemplar | None) -> PrometheusExemplar | None:
-    """As OpenMetrics has it; the older text format leaves it out."""
-    from prometheus_client.samples import Exemplar as PrometheusExemplar
-
-    if exemplar is None:
-        return None
-    ids = {"trace_id": exemplar.trace_id, "span_id": exemplar.span_id}
-    return PrometheusExemplar(ids, exemplar.duration_ns / _NS_PER_SECOND, exemplar.time_ns / _NS_PER_SECOND)
-
-
 def _convert(metric: MetricRow, value: int) -> float:
     return value / _NS_PER_SECOND if metric.unit == "seconds" else value
-
-
-def _bind_problem(error: OSError, address: str, port: int) -> str:
-    if isinstance(error, socket.gaierror):
-        return f"address {address!r} cannot be resolved; give a local address such as {LOOPBACK} or 0.0.0.0"
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {address} is in use; choose another or 0 for any free port"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"address {address} is not one of this machine; use {LOOPBACK} or 0.0.0.0"
-    if error.errno == errno.EACCES:
-        return f"port {port} on {address} needs privileges; choose one above 1023 or 0 for any free port"
-    return f"cannot listen on port {port} of {address}: {error.strerror or error}"

@@ -75,6 +75,10 @@ def _ring_directory(environment: Mapping[str, str]) -> str:
     return f"{runtime.rstrip('/')}/hicache-obs" if runtime else f"/tmp/hicache-obs-{os.geteuid()}"
 
 
+def _none(_environment: Mapping[str, str]) -> str:
+    return ""
+
+
 SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
     Setting(
         "ring_slots", "HICACHE_OBS_RING_SLOTS", 1 << 16, 1 << 6, 1 << 24, "records", "records a ring file holds", True
@@ -127,7 +131,21 @@ SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
     TextSetting("ring_dir", "HICACHE_OBS_DIR", _ring_directory, "a directory", "where rings are written and found"),
     Setting("port", "HICACHE_OBS_PORT", 9464, 0, 65535, "", "port of the agent's metrics, 0 for any free one"),
     TextSetting("bind", "HICACHE_OBS_BIND", lambda _: "127.0.0.1", "a local address", "address of the agent's metrics"),
-    TextSetting("journal", "HICACHE_OBS_JOURNAL", lambda _: "", "a directory", "where the agent keeps all records"),
+    TextSetting("tls_cert", "HICACHE_OBS_TLS_CERT", _none, "a file", "certificate of the agent's port, PEM"),
+    TextSetting("tls_key", "HICACHE_OBS_TLS_KEY", _none, "a file", "its key, PEM, not encrypted"),
+    TextSetting("token_file", "HICACHE_OBS_TOKEN_FILE", _none, "a file", "holds the bearer token of the agent's port"),
+    TextSetting(
+        "basic_auth_file", "HICACHE_OBS_BASIC_AUTH_FILE", _none, "a file", "lines of user:password for the agent's port"
+    ),
+    TextSetting(
+        "created",
+        "HICACHE_OBS_CREATED",
+        lambda _: "on",
+        "",
+        "whether OpenMetrics scrapes say since when each counter counts: one more series per counter",
+        ("on", "off"),
+    ),
+    TextSetting("journal", "HICACHE_OBS_JOURNAL", _none, "a directory", "where the agent keeps all records"),
     Setting(
         "journal_max_bytes",
         "HICACHE_OBS_JOURNAL_MAX_BYTES",

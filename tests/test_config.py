@@ -15,7 +15,7 @@ TEXTS = [setting for setting in SETTINGS if isinstance(setting, TextSetting)]
 def test_names_and_variables_are_unique():
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
     assert len({setting.variable for setting in SETTINGS}) == len(SETTINGS)
-    assert all(setting.variable.startswith("HICACHE_OBS_") for setting in SETTINGS)
+    assert all(setting.variable.startswith("HICACHE_OBS") for setting in SETTINGS)
 
 
 @pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.name)

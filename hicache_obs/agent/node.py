@@ -14,6 +14,7 @@ from hicache_obs.agent.rank import LOG, Follow, MoreSinks, Problems, RankReader
 from hicache_obs.agent.writers import has_ended
 from hicache_obs.errors import AgentRunning, ConfigError, LayoutError, RingTaken, TraceError
 from hicache_obs.exporters.catalogue import RingProblem
+from hicache_obs.exporters.findings_board import FindingsBoard
 from hicache_obs.exporters.prometheus import Metrics
 from hicache_obs.recorder.agent_lock import AgentLock
 from hicache_obs.recorder.ring_directory import RingName, list_rings, open_ring_directory
@@ -21,6 +22,8 @@ from hicache_obs.records import Ranks
 
 RETRY_S: Final = 10.0
 FINISHED: Final = "finished"
+STUCK_S: Final = 60.0
+"""An agent whose cycles take so long does not read its rings; no budget allows that."""
 _CHECK_S: Final = 1.0
 """How often it is looked up whether a silent ring's writer still runs."""
 
@@ -69,6 +72,7 @@ class NodeAgent:
     Args:
         options: What to do.
         metrics: Gets a rank's children when its first ring is found.
+        board: Gets the findings of all ranks; may be read on any thread.
         more_sinks: Further listeners to what is found in each ring.
         follow: Makes followers of each ring.
         accepts: See ``MetricsSink``.
@@ -82,12 +86,15 @@ class NodeAgent:
         options: NodeOptions,
         metrics: Metrics,
         *,
+        board: FindingsBoard | None = None,
         more_sinks: MoreSinks = lambda _rank, _analyzer: (),
         follow: Follow = lambda _ring: (),
         accepts: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._options = options
         self._metrics = metrics
+        self.board: Final = FindingsBoard() if board is None else board
+        self._turned_at: float | None = None
         self._more_sinks = more_sinks
         self._follow = follow
         self._accepts = accepts
@@ -112,6 +119,13 @@ class NodeAgent:
         """Ranks with a ring that cannot be read or judged; ``None`` for one whose file does not say whose it is."""
         refused = [refused.rank for refused in self._refused.values() if refused.blind]
         return [*(rank.rank for rank in self._ranks.values() if rank.blind), *refused]
+
+    def stuck(self) -> str:
+        """What keeps this agent from being alive and well, in words; empty if nothing. On any thread."""
+        if self._turned_at is None:
+            return "the ring directory has not been read yet"
+        silent_s = time.monotonic() - self._turned_at
+        return f"the last cycle ended {silent_s:.0f} s ago" if silent_s > STUCK_S else ""
 
     def run(self, wait: Callable[[float], bool]) -> None:
         """Read within the share of a core; blocks until ``wait(seconds)``, called between cycles, returns True.
@@ -157,6 +171,7 @@ class NodeAgent:
             else:
                 rank.show()
         self._show_ranks()
+        self._turned_at = time.monotonic()
         return count
 
     def close(self, *, within_s: float = 5.0) -> None:
@@ -217,6 +232,7 @@ class NodeAgent:
                 self._metrics,
                 journals=options.journals,
                 journal_max_bytes=options.journal_max_bytes,
+                board=self.board,
                 more_sinks=self._more_sinks,
                 follow=self._follow,
                 accepts=self._accepts,

@@ -17,6 +17,7 @@ from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.errors import TraceError
 from hicache_obs.exporters.catalogue import Phase, RingProblem
+from hicache_obs.exporters.findings_board import BoardSink, FindingsBoard
 from hicache_obs.exporters.prometheus import Metrics, MetricsSink
 from hicache_obs.readers.ring import RingInfo, RingReader
 from hicache_obs.records import Define, Ranks
@@ -86,6 +87,7 @@ class RankReader:
         metrics: Gets everything about this rank.
         journals: Directory of the journals; ``None`` for none.
         journal_max_bytes: Of this rank.
+        board: Gets the findings.
         more_sinks: Further listeners.
         follow: Makes those that want the records too; what an agent before this one has judged does not come again.
         accepts: See ``MetricsSink``.
@@ -101,6 +103,7 @@ class RankReader:
         *,
         journals: Path | None,
         journal_max_bytes: int,
+        board: FindingsBoard,
         more_sinks: MoreSinks,
         follow: Follow,
         accepts: Callable[[str], bool],
@@ -118,12 +121,14 @@ class RankReader:
             self._metrics = metrics
             self._of = metrics.rank(self.rank)
             self._journal: RingJournal | None = None
-            self._pipeline = self._open(journals, journal_max_bytes, more_sinks, follow)
+            self._board, self._pipeline = self._open(journals, journal_max_bytes, board, more_sinks, follow)
         except BaseException:
             self.reader.close()
             raise
 
-    def _open(self, journals: Path | None, max_bytes: int, more_sinks: MoreSinks, follow: Follow) -> RankPipeline:
+    def _open(
+        self, journals: Path | None, max_bytes: int, board: FindingsBoard, more_sinks: MoreSinks, follow: Follow
+    ) -> tuple[BoardSink, RankPipeline]:
         reader = self.reader
         fanout = Fanout()  # what is rebuilt has been reported by the agent before this one
         analyzer = Analyzer(fanout)
@@ -148,10 +153,10 @@ class RankReader:
         followers = () if self.done else follow(WatchedRing(self.path, reader.info, analyzer, self.journal))
         for follower in followers:
             follower.on_batch(definitions, last=False)
-        fanout.listen(
-            [MetricsSink(self._metrics, self.rank, accepts=self._accepts), *more_sinks(self.rank, analyzer), *followers]
-        )
-        return RankPipeline(reader, analyzer, journal=self._journal, kept=kept, followers=followers)
+        counted = MetricsSink(self._metrics, self.rank, accepts=self._accepts)
+        shown = board.sink(self.rank, analyzer)
+        fanout.listen([counted, shown, *more_sinks(self.rank, analyzer), *followers])
+        return shown, RankPipeline(reader, analyzer, journal=self._journal, kept=kept, followers=followers)
 
     @property
     def journal(self) -> Path | None:
@@ -194,6 +199,7 @@ class RankReader:
         self.done = True
         try:
             self._pipeline.end()
+            self._board.refresh()
         except TraceError as error:
             self.blind = True
             self._problems.note(RingProblem.UNREADABLE, str(error))

@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
     from hicache_obs.analyzer.check import Totals
     from hicache_obs.analyzer.tally import Tally
     from hicache_obs.costs import AnalysisSink
+    from hicache_obs.exporters.credentials import Credentials
     from hicache_obs.exporters.prometheus import Metrics
+    from hicache_obs.exporters.server import Server
     from hicache_obs.records import Ranks
 
+log = logging.getLogger("hicache_obs.agent")
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 REPORTED: Final = (Verdict.VIOLATION, Verdict.CONTRADICTION, Verdict.LATENT, Verdict.UNKNOWN)
 
@@ -44,7 +48,18 @@ REPORTED: Final = (Verdict.VIOLATION, Verdict.CONTRADICTION, Verdict.LATENT, Ver
     help="Size of the journals of one rank; the oldest records go first.",
 )  # fmt: skip
 @export_options
+@click.option("--tls-cert", type=click.Path(path_type=Path), metavar="FILE", help="Serve TLS with this certificate.")
+@click.option("--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="Its key.")
+@click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="Ask for the bearer token in it.")
+@click.option(
+    "--basic-auth-file", type=click.Path(path_type=Path), metavar="FILE",
+    help="Ask for a user and password: one of its lines user:password.",
+)  # fmt: skip
 @click.option("--once", is_flag=True, help="Read what is there, say what was found, and end; no port is opened.")
+@click.option(
+    "--textfile", type=click.Path(path_type=Path), metavar="FILE.prom",
+    help="With --once: write the metrics to this file, for node exporter's textfile collector.",
+)  # fmt: skip
 def command(
     directory: Path | None,
     port: int | None,
@@ -54,23 +69,31 @@ def command(
     accepted_file: Path | None,
     events: str | None,
     otlp: str | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    token_file: Path | None,
+    basic_auth_file: Path | None,
     once: bool,
+    textfile: Path | None,
 ) -> int:
-    """Read the rings of all ranks on this node, and serve their metrics on one port.
+    """Read the rings of all ranks on this node, and serve their metrics and a status page on one port.
 
     New rings are found while it runs; one agent reads a directory. SIGTERM ends it: what is in the rings is read
     and kept, exit code 0. Defaults come from the settings that 'hicache-obs doctor' lists.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="hicache-obs agent: %(message)s", force=True)
     options = _options(directory, journal, journal_max_bytes)
+    if textfile is not None and not once:
+        raise ConfigError(f"--textfile {textfile}: needs --once; a running agent is scraped on its port")
+    security = None if once else _security(tls_cert, tls_key, token_file, basic_auth_file)
     accepted, sent = load_accepted(accepted_file), otlp_options(otlp)
     from hicache_obs.exporters.prometheus import Metrics
 
     metrics = Metrics(ranks=(), engine="agent")
     with closing(Outputs(accepted, events=events, otlp=sent, metrics=metrics)) as outputs:
-        if once:
-            return int(_read_once(options, metrics, outputs))
-        _serve(options, metrics, outputs, port, bind)
+        if security is None:
+            return int(_read_once(options, metrics, outputs, textfile))
+        _serve(options, metrics, outputs, port, bind, security)
     return int(ExitCode.CLEAN)
 
 
@@ -104,17 +127,68 @@ def _check_journal(directory: Path) -> None:
         ) from None
 
 
-def _serve(options: NodeOptions, metrics: Metrics, outputs: Outputs, port: int | None, bind: str | None) -> None:
-    from hicache_obs.exporters.prometheus import serve
+@dataclass(frozen=True, slots=True)
+class _Security:
+    """Who may read the port."""
+
+    tls: ssl.SSLContext | None
+    credentials: Credentials | None
+
+
+def _security(cert: Path | None, key: Path | None, token: Path | None, users: Path | None) -> _Security:
+    from hicache_obs.exporters.credentials import read_certificate, read_credentials
+
+    cert, key = _file("tls_cert", cert), _file("tls_key", key)
+    token, users = _file("token_file", token), _file("basic_auth_file", users)
+    return _Security(read_certificate(cert, key), read_credentials(token, users))
+
+
+def _file(setting: str, option: Path | None) -> Path | None:
+    """The option, else the setting; ``None`` without either."""
+    text = "" if option is not None else read_text(setting)[0]
+    return Path(text) if text else option
+
+
+def _warn(server: Server, security: _Security) -> None:
+    """Say what a port that other machines can reach gives away."""
+    if not server.exposed:
+        return
+    if security.credentials is None:
+        log.warning(
+            "%s can be read by whoever reaches it: set --token-file or --basic-auth-file, or bind to 127.0.0.1",
+            server.home,
+        )
+    elif security.tls is None:
+        log.warning("%s: credentials travel in clear text: set --tls-cert and --tls-key", server.home)
+
+
+def _serve(
+    options: NodeOptions, metrics: Metrics, outputs: Outputs, port: int | None, bind: str | None, security: _Security
+) -> None:
+    from hicache_obs.exporters.endpoint import serve
 
     address = read_text("bind")[0] if bind is None else bind
     number = read_setting("port")[0] if port is None else port
+    journal = "" if options.journals is None else str(options.journals.absolute())
     with (
         _wait_for_signals() as wait,
         _agent(options, metrics, outputs) as agent,
-        serve(metrics, address=address, port=number, option="--port") as server,
+        serve(
+            metrics,
+            board=agent.board,
+            address=address,
+            port=number,
+            option="--port",
+            tls=security.tls,
+            credentials=security.credentials,
+            created=read_text("created")[0] == "on",
+            facts={"rings": str(options.directory), "journals": journal or "none", "process": str(os.getpid())},
+            healthy=agent.stuck,
+            ready=agent.stuck,
+        ) as server,
     ):
-        agent.describe(url=server.url, journal="" if options.journals is None else str(options.journals.absolute()))
+        _warn(server, security)
+        agent.describe(url=server.url, journal=journal)
         click.echo(f"reading the rings in {options.directory}, metrics at {server.url}")
         sys.stdout.flush()
 
@@ -184,9 +258,12 @@ class _Read:
         return self.analyzer.totals.lookups - self.before.lookups
 
 
-def _read_once(options: NodeOptions, metrics: Metrics, outputs: Outputs) -> ExitCode:
+def _read_once(options: NodeOptions, metrics: Metrics, outputs: Outputs, textfile: Path | None) -> ExitCode:
     from hicache_obs.analyzer.tally import Tally
+    from hicache_obs.exporters.textfile import check_textfile, write_textfile
 
+    if textfile is not None:
+        check_textfile(textfile)
     found: list[_Read] = []
 
     def listen(rank: Ranks, analyzer: Analyzer) -> list[AnalysisSink]:
@@ -196,6 +273,8 @@ def _read_once(options: NodeOptions, metrics: Metrics, outputs: Outputs) -> Exit
     with _agent(options, metrics, outputs, listen) as agent:
         agent.drain()
         blind = agent.blind
+    if textfile is not None:
+        write_textfile(metrics, textfile)
     if not found and not blind:
         click.echo(f"no rings to read in {options.directory}")
         return ExitCode.NOTHING_CHECKED

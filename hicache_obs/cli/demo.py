@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from hicache_obs.cli.demo_run import DemoOptions, ModeResult
     from hicache_obs.controller.workloads import Request
     from hicache_obs.exporters.accepted import Accepted
-    from hicache_obs.exporters.prometheus import Metrics, Server
+    from hicache_obs.exporters.findings_board import FindingsBoard
+    from hicache_obs.exporters.prometheus import Metrics
+    from hicache_obs.exporters.server import Server
 
 FENCES: Final = ("none", "stream", "page")
 SCHEDULES: Final = ("eager", "lazy", "random", "adversarial")
@@ -101,7 +103,7 @@ class _Defaults:
 )  # fmt: skip
 @click.option(
     "--serve", is_flag=False, flag_value=str(DEFAULT_PORT), metavar="[PORT]",
-    help=f"Serve Prometheus metrics on 127.0.0.1 during the run and after it, until interrupted; "
+    help=f"Serve Prometheus metrics and a status page on 127.0.0.1 during the run and after it, until interrupted; "
     f"default port {DEFAULT_PORT}, 0 for any free one.",
 )  # fmt: skip
 @click.option(
@@ -149,18 +151,20 @@ def command(
         seed=seed,
         journal=journal,
     )
+    from hicache_obs.exporters.findings_board import FindingsBoard
     from hicache_obs.exporters.prometheus import Metrics
 
     accepted, sent = load_accepted(accepted_file), otlp_options(otlp, use_environment=port is not None)
+    board = FindingsBoard()
     metrics = Metrics() if port is not None or sent is not None else None
     console = Console(stderr="-" in (json_file, events))
     with contextlib.ExitStack() as stack:
         if metrics is not None and port is not None:
-            server = stack.enter_context(_server(metrics, port))
-            Console(stderr=True).print(f"metrics on {server.url}")
+            server = stack.enter_context(_server(metrics, port, board))
+            Console(stderr=True).print(f"metrics on {server.url}\nstatus page on {server.home}")
         made = Outputs(accepted, events=events, otlp=sent, metrics=metrics or Metrics(), use_settings=False)
         outputs = stack.enter_context(contextlib.closing(made))
-        results = _run(options, metrics, outputs)
+        results = _run(options, metrics, board, outputs)
         from hicache_obs.cli.demo_run import outcome
 
         # Before the JSON is there: who waits for it may interrupt at once, and still gets the exit code of the demo.
@@ -173,7 +177,7 @@ def command(
         return int(outcome(results, accepted.covers))
 
 
-def _run(options: DemoOptions, metrics: Metrics | None, outputs: Outputs) -> list[ModeResult]:
+def _run(options: DemoOptions, metrics: Metrics | None, board: FindingsBoard, outputs: Outputs) -> list[ModeResult]:
     from hicache_obs.cli.demo_run import REFERENCE, DemoRun
 
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -187,7 +191,7 @@ def _run(options: DemoOptions, metrics: Metrics | None, outputs: Outputs) -> lis
                 bars.start_task(task)
             bars.update(task, completed=done, total=total)
 
-        run = DemoRun(options, progress=progress, metrics=metrics, outputs=outputs)
+        run = DemoRun(options, progress=progress, metrics=metrics, board=board, outputs=outputs)
         reference = run.reference()
         return [run.mode(fence, reference) for fence in options.fences]
 
@@ -326,6 +330,8 @@ def _remarks(result: ModeResult) -> Iterator[str]:
     if result.lost:
         lost = f"{result.fence}: {result.lost} records were lost"
         yield f"{lost}, so verdicts may be missing; raise HICACHE_OBS_RING_SLOTS."
+    if result.journal_problem:
+        yield f"{result.fence}: the journal is incomplete ({result.journal_problem}); it says where."
     if result.unexplained_pages:
         pages = f"{result.unexplained_pages} corrupted pages"
         yield f"{result.fence}: {pages} have no finding: this is a bug in hicache-obs."
@@ -356,10 +362,10 @@ def _port(serve: str | None) -> int | None:
     return int(serve)
 
 
-def _server(metrics: Metrics, port: int) -> Server:
-    from hicache_obs.exporters.prometheus import serve
+def _server(metrics: Metrics, port: int, board: FindingsBoard) -> Server:
+    from hicache_obs.exporters.endpoint import serve
 
-    return serve(metrics, port=port)
+    return serve(metrics, board=board, port=port)
 
 
 def _writable(json_file: str | None) -> Path | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,15 +27,16 @@ from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
-from hicache_obs.exporters.catalogue import Phase
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink
+from hicache_obs.exporters.catalogue import Phase, RingProblem
+from hicache_obs.exporters.findings_board import FindingsBoard
+from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics, MetricsSink
 from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict, worst
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.records import DefineSpace, Direction, Mode, PageIds, device
+from hicache_obs.records import AnyRecord, DefineSpace, Direction, Mode, PageIds, device
 from hicache_obs.streams import CostModel, open_device
 from hicache_obs.streams.protocol import Device
 
@@ -95,6 +97,7 @@ class ModeResult:
         cost: Fence costs, of the cost run.
         seconds, output_tokens: Of the cost run, for the throughput.
         lost: Records lost in either run.
+        journal_problem: Why the journal of the check run is incomplete, empty if it is not.
     """
 
     fence: str
@@ -111,6 +114,7 @@ class ModeResult:
     seconds: float = 0.0
     output_tokens: int = 0
     lost: int = 0
+    journal_problem: str = ""
 
     def verdicts(self, verdict: Verdict) -> int:
         """Operation pairs with this verdict."""
@@ -168,6 +172,30 @@ class ModeResult:
         return ExitCode.FINDINGS if surprising else ExitCode.CLEAN
 
 
+class _Journal:
+    """A journal whose disk may fail: what it does not hold it says itself, and the run goes on.
+
+    Args:
+        writer: Writes it.
+        on_failure: Told of each batch that could not be written.
+    """
+
+    def __init__(self, writer: JournalWriter, on_failure: Callable[[OSError], None]) -> None:
+        self._writer = writer
+        self._on_failure = on_failure
+
+    def write(self, records: Sequence[AnyRecord]) -> None:
+        """Keep ``records`` as one batch."""
+        try:
+            self._writer.write(records)
+        except OSError as error:
+            self._on_failure(error)
+
+    def close(self) -> None:
+        """End it."""
+        self._writer.close()
+
+
 class _Lineage:
     """Which transfers restored a page, and backed its host page up; matches wrong pages with findings.
 
@@ -222,6 +250,7 @@ class DemoRun:
         progress: Told how far each run is.
         metrics: Fed live: findings and checks from check runs, fence and transfer costs from cost runs, and what
             watching costs from both.
+        board: Gets the findings of the check runs.
         outputs: Findings of the check runs, and spans of all runs, go there as well.
 
     Raises:
@@ -234,11 +263,14 @@ class DemoRun:
         *,
         progress: Progress,
         metrics: Metrics | None = None,
+        board: FindingsBoard | None = None,
         outputs: Outputs | None = None,
     ) -> None:
         self._options = options
         self._progress = progress
         self._metrics = metrics
+        self._journal_problem = ""
+        self._board = FindingsBoard() if board is None else board
         self._outputs = outputs
         self._ring_slots = read_setting("ring_slots")[0]
         self._arena_ids = read_setting("arena_ids")[0]
@@ -263,6 +295,7 @@ class DemoRun:
         return result
 
     def _check(self, fence: str, reference: dict[int, list[int]]) -> ModeResult:
+        self._journal_problem = ""
         lineage = _Lineage()
         tally = _ExplainingTally(lineage)
         sinks = [tally, *self._metrics_sinks(findings=True)]
@@ -291,6 +324,7 @@ class DemoRun:
             unexplained_pages=explained.count(False),
             wrong_requests=sum(outputs[request] != tokens for request, tokens in reference.items()),
             lost=sum(tally.lost.values()),
+            journal_problem=self._journal_problem,
         )
 
     def _measure(self, fence: str, result: ModeResult) -> None:
@@ -336,7 +370,11 @@ class DemoRun:
     def _observed(
         self, fence: str, schedule: str, sinks: Sequence[AnalysisSink], *, journal: bool
     ) -> Iterator[tuple[Engine, Agent, Analyzer]]:
-        """An engine whose streams are recorded, and the agent that analyses them."""
+        """An engine whose streams are recorded, and the agent that analyses them.
+
+        Args:
+            journal: It is the run that is judged: its records are kept if asked for, and its findings shown.
+        """
         options = self._options
         with self._device(schedule) as bare, tempfile.TemporaryDirectory(prefix="hicache-obs-") as folder:
             ring = create_ring(
@@ -352,22 +390,26 @@ class DemoRun:
             engine.scheduler.on_free = lambda owner, pages: recorder.page_free(owner, device(Mode.WRITE, pages))
             fanout = Fanout()
             analyzer = Analyzer(fanout)
+            shown = self._board.sink(ONLY_RANK, analyzer)
             writer = None
             if journal and options.journal is not None:
-                writer = JournalWriter(options.journal / fence, engine=ENGINE)
+                writer = _Journal(JournalWriter(options.journal / fence, engine=ENGINE), self._journal_failed)
             reader = RingReader(ring.path)
             kept = options.journal / fence if journal and options.journal is not None else None
             followers = self._follow(WatchedRing(ring.path, reader.info, analyzer, kept), fence, check=journal)
-            fanout.listen([*sinks, *followers])
+            fanout.listen([*sinks, *([shown] if journal else []), *followers])
             agent = Agent(
                 RankPipeline(reader, analyzer, journal=writer, followers=followers),
                 resolve=recorder.resolve,
                 period_s=self._poll_s,
                 on_spent=self._account(recorder, bare, analyzer),
             )
+            self._show_ring(reader, running=True)
             try:
                 yield engine, agent, analyzer
+                shown.refresh()
             finally:
+                self._show_ring(reader, running=False)
                 ring.close()
                 reader.close()
 
@@ -393,6 +435,19 @@ class DemoRun:
                 recorder.define(DefineSpace.REQUEST_TRACE, owner, context)
 
         return on_alloc
+
+    def _journal_failed(self, error: OSError) -> None:
+        self._journal_problem = error.strerror or str(error)
+        if self._metrics is not None:
+            self._metrics.rank(ONLY_RANK).counter("ring_errors_total", RingProblem.JOURNAL.value).add()
+
+    def _show_ring(self, reader: RingReader, *, running: bool) -> None:
+        """What an agent of the node would say about this run's ring, when it begins and when it ends."""
+        if self._metrics is not None:
+            of = self._metrics.rank(ONLY_RANK)
+            of.gauge("rings").set(int(running))
+            of.gauge("capture_mode").set(reader.mode)
+            of.gauge("heartbeat_timestamp_seconds").set(time.time_ns())
 
     def _account(self, recorder: Recorder, bare: Device, analyzer: Analyzer) -> Callable[[int, int], None] | None:
         """``Agent(on_spent=)`` that tells the metrics what watching costs, how exact times are, what is pending."""

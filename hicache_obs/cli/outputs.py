@@ -106,7 +106,7 @@ class Outputs:
         if otlp is not None:
             from hicache_obs.exporters.otel import Telemetry
 
-            self.telemetry = Telemetry(otlp, metrics)
+            self.telemetry = Telemetry(otlp, metrics, accepts=accepted.covers)
 
     def follow(
         self, ring: WatchedRing, *, events: bool = True, costs: bool = True, run: str = "", replay: str = ""
@@ -114,7 +114,7 @@ class Outputs:
         """The listeners of one ring.
 
         Args:
-            events: Write its findings.
+            events: Write its findings, and make spans their exemplars.
             costs: See ``Telemetry.ring``.
             run: See ``Telemetry.ring``.
             replay: What a user does to see a finding again; by default with the journal, or a copy of the ring.
@@ -128,7 +128,10 @@ class Outputs:
             followers.append(self.events.ring(info.ranks, ring.analyzer, to_wall_ns=info.to_wall_ns(0), replay=replay))
         if self.telemetry is not None:
             key = f"{ring.path.name} {info.wall_ns} {info.host_ns} {info.pid} {info.ranks}"
-            followers.append(self.telemetry.ring(info.ranks, key, to_wall_ns=info.to_wall_ns(0), costs=costs, run=run))
+            wall_ns = info.to_wall_ns(0)
+            followers.append(
+                self.telemetry.ring(info.ranks, key, to_wall_ns=wall_ns, findings=events, costs=costs, run=run)
+            )
         return followers
 
     def idle(self) -> None:

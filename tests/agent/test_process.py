@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import resource
 import signal
 import socket
+import time
+import urllib.error
 import urllib.request
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +25,8 @@ from hicache_obs.records import NO_OP, EventRecord, Lost
 RACE = {"hazard": "waw_forward_restore"}
 
 
-def scrape(url):
-    with urllib.request.urlopen(url) as answer:
+def scrape(url, accept="*/*"):
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept})) as answer:
         return answer.read().decode()
 
 
@@ -235,3 +239,122 @@ def test_a_directory_removed_under_the_process_does_not_end_it(agent_process, ri
     eventually(lambda: value(scrape(url), "records_total") == 1)
     eventually(lambda: running_agent(rings).get("pid") == str(agent.process.pid))
     assert agent.end() == 0
+
+
+# -- the port ------------------------------------------------------------------------------------------------
+
+
+def test_the_status_page_knows_what_the_metrics_know(agent_process, ring, round_of, fill, value, eventually):
+    agent = agent_process()
+    url = agent.url()
+    home = url.removesuffix("metrics")
+    eventually(lambda: not refused(f"{home}-/ready"))
+    assert "No rank has been seen" in scrape(home)
+    fill(ring(0), round_of(1, times=True))
+    fill(ring(1), round_of(1, fenced=True))
+    eventually(lambda: value(scrape(url), "violations_total", **RACE) == 1)
+    page = scrape(home)
+    assert ">VIOLATED<" in page
+    (name,) = set(re.findall(r"HC-[0-9a-f]{8}", page))
+    assert "1 pair on tp0, last " in page
+    assert "forward round 1 writes them on stream" in page
+    eventually(lambda: 'scope="row">tp1<' in scrape(home))
+    assert scrape(f"{home}-/healthy") == "ok\n"
+    assert f'fingerprint="{name}"' in scrape(url, "application/openmetrics-text; version=1.0.0")
+
+
+def test_what_a_ring_spoiled_is_known_when_it_has_ended(node, ring, round_of, fill):
+    agent, _ = node()
+    writer = ring()
+    fill(writer, round_of(1, times=True))
+    agent.drain()
+    writer.close()
+    agent.drain()
+    (entry,) = agent.board.entries()
+    assert entry.radius.device_pages == ((0, 1),)
+
+
+def test_an_agent_that_does_not_turn_is_not_healthy(node, monkeypatch):
+    agent, _ = node()
+    assert agent.stuck() == "the ring directory has not been read yet"
+    agent.cycle(budget_s=1)
+    assert agent.stuck() == ""
+    now = time.monotonic()
+    monkeypatch.setattr("hicache_obs.agent.node.time.monotonic", lambda: now + 61)
+    assert agent.stuck() == "the last cycle ended 61 s ago"
+
+
+def refused(url, **headers):
+    """The status of a request that is refused, 0 for one that is not."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)):
+            return 0
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_credentials_from_files_guard_the_port(agent_process, tmp_path, monkeypatch):
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    token.chmod(0o600)
+    monkeypatch.setenv("HICACHE_OBS_TOKEN_FILE", str(token))
+    agent = agent_process("--bind", "0.0.0.0")
+    url = agent.url().replace("0.0.0.0", "127.0.0.1")
+    assert refused(url) == refused(url.removesuffix("metrics")) == refused(url, Authorization="Bearer x") == 401
+    assert refused(url, Authorization="Bearer s3cret") == 0
+    assert refused(url.replace("metrics", "-/healthy")) in (0, 503)
+    assert b"s3cret" not in Path(f"/proc/{agent.process.pid}/cmdline").read_bytes()
+    assert "credentials travel in clear text" in agent.log.read_text()
+
+
+@pytest.mark.parametrize(("bind", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_port_that_everybody_may_read_is_warned_about(agent_process, bind, warned):
+    agent = agent_process("--bind", bind)
+    agent.url()
+    assert agent.end() == 0
+    assert (
+        "can be read by whoever reaches it: set --token-file or --basic-auth-file" in agent.log.read_text()
+    ) == warned
+
+
+def test_a_credential_that_cannot_be_read_ends_it_at_once(rings, tmp_path, capsys):
+    assert main(["agent", "--dir", str(rings), "--token-file", str(tmp_path / "none")]) == 2
+    assert f"--token-file {tmp_path / 'none'}: No such file or directory" in capsys.readouterr().err
+    assert main(["agent", "--dir", str(rings), "--tls-cert", str(tmp_path / "none")]) == 2
+    assert f"--tls-cert {tmp_path / 'none'}: needs --tls-key as well" in capsys.readouterr().err
+    assert running_agent(rings) == {}
+
+
+def test_created_times_can_be_switched_off(agent_process, ring, round_of, fill, value, eventually, monkeypatch):
+    monkeypatch.setenv("HICACHE_OBS_CREATED", "off")
+    url = agent_process().url()
+    fill(ring(), round_of(1))
+    eventually(lambda: value(scrape(url), "records_total") == 3)
+    assert "_created" not in scrape(url, "application/openmetrics-text; version=1.0.0")
+
+
+# -- textfile ------------------------------------------------------------------------------------------------
+
+
+def test_once_writes_a_textfile(rings, ring, round_of, fill, value, tmp_path, capsys):
+    fill(ring(2), round_of(1))
+    path = tmp_path / "hicache.prom"
+    assert main(["agent", "--dir", str(rings), "--once", "--textfile", str(path)]) == 1
+    text = path.read_text()
+    assert value(text, "latent_races_total", tp_rank="2", **RACE) == 1
+    assert value(text, "records_total", tp_rank="2") == 3
+    assert "_created" not in text
+    assert list(tmp_path.glob("*hicache*")) == [path]
+
+
+def test_a_textfile_that_cannot_be_written_costs_no_record(rings, ring, round_of, fill, tmp_path, capsys):
+    writer = ring()
+    fill(writer, round_of(1))
+    path = tmp_path / "none" / "x.prom"
+    assert main(["agent", "--dir", str(rings), "--once", "--textfile", str(path)]) == 2
+    assert f"--textfile {path}: cannot be written" in capsys.readouterr().err
+    with closing(RingReader(writer.path)) as reader:
+        assert reader.pending == 3
+    assert main(["agent", "--dir", str(rings), "--textfile", str(tmp_path / "x.prom")]) == 2
+    assert capsys.readouterr().err.endswith("needs --once; a running agent is scraped on its port\n")

@@ -53,10 +53,15 @@ def telemetry() -> Iterator[Callable[..., Telemetry]]:
     """``telemetry(url, **environment)``: sending, every ten milliseconds by default."""
     with ExitStack() as stack:
 
-        def start(url: str | None, metrics: Metrics | None = None, **environment: str) -> Telemetry:
+        def start(
+            url: str | None,
+            metrics: Metrics | None = None,
+            accepts: Callable[[str], bool] = lambda _: False,
+            **environment: str,
+        ) -> Telemetry:
             options = read_options(url, {**FAST, **environment})
             assert options is not None
-            made = Telemetry(options, metrics or Metrics(ranks=[RANK]), pauses=(0.02, 0.05))
+            made = Telemetry(options, metrics or Metrics(ranks=[RANK]), accepts=accepts, pauses=(0.02, 0.05))
             stack.callback(made.close, within_s=1.0)
             return made
 
@@ -78,11 +83,11 @@ def race(number: int, *, fenced: bool) -> list[AnyRecord]:
     ]
 
 
-def feed(telemetry: Telemetry, records: Sequence[AnyRecord], *, metrics: bool = True) -> None:
+def feed(telemetry: Telemetry, records: Sequence[AnyRecord], *, metrics: bool = True, findings: bool = True) -> None:
     """Analyse one ring that holds ``records``."""
     fanout = Fanout()
     analyzer = Analyzer(fanout)
-    ring = telemetry.ring(RANK, f"ring {id(records)}", to_wall_ns=WALL)
+    ring = telemetry.ring(RANK, f"ring {id(records)}", to_wall_ns=WALL, findings=findings)
     fanout.listen([*([MetricsSink(telemetry.metrics, RANK)] if metrics else []), ring])
     named = [
         Define(NO_OP, 0, 0, DefineSpace.POOL, 0, "kv", 1),
@@ -153,7 +158,7 @@ def test_an_exemplar_is_a_trace_that_arrived_in_otlp_and_in_prometheus(
         (sample.name, sample.exemplar.labels["trace_id"], sample.exemplar.labels["span_id"], sample.exemplar.value)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.exemplar
+        if sample.exemplar and "trace_id" in sample.exemplar.labels
     ]
 
     assert 0 < len(receiver.named("hicache.transfer")) < 90
@@ -166,6 +171,43 @@ def test_an_exemplar_is_a_trace_that_arrived_in_otlp_and_in_prometheus(
     }
     assert {(trace, span) for _, trace, span, _ in found} <= arrived
     assert {value for name, _, _, value in found if name.startswith("hicache_obs_transfer")} == {107e-9}
+
+
+def finding_exemplars(metrics: Metrics) -> list[dict[str, str]]:
+    """Labels of the exemplars on the counters of violations."""
+    families = text_string_to_metric_families(generate_latest(metrics.registry()).decode())
+    (violations,) = (family for family in families if family.name == "hicache_obs_violations")
+    return [dict(sample.exemplar.labels) for sample in violations.samples if sample.exemplar]
+
+
+def test_a_finding_has_its_fingerprint_until_its_span_has_arrived(
+    telemetry: Callable[..., Telemetry], otlp_receiver: Any
+) -> None:
+    receiver, metrics, before = otlp_receiver(), Metrics(ranks=[RANK]), Metrics(ranks=[RANK])
+    feed(telemetry("http://127.0.0.1:9", before), race(1, fenced=False))
+    made = telemetry(receiver.url, metrics)
+    feed(made, race(1, fenced=False))
+    made.close(within_s=10)
+    (plain,), (traced,) = finding_exemplars(before), finding_exemplars(metrics)
+    failed = {(span.trace_id.hex(), span.span_id.hex()) for span in receiver.spans if span.events}
+
+    assert set(plain) == {"fingerprint"}
+    assert set(traced) == {"fingerprint", "trace_id", "span_id"}
+    assert traced["fingerprint"] == plain["fingerprint"]
+    assert (traced["trace_id"], traced["span_id"]) in failed
+
+
+def test_spans_of_accepted_and_of_uncounted_findings_are_no_exemplars(
+    telemetry: Callable[..., Telemetry], otlp_receiver: Any
+) -> None:
+    for accepted, findings in ((True, True), (False, False)):
+        receiver, metrics = otlp_receiver(), Metrics(ranks=[RANK])
+        made = telemetry(receiver.url, metrics, accepts=lambda _, accepted=accepted: accepted)
+        feed(made, race(1, fenced=False), metrics=False, findings=findings)
+        made.close(within_s=10)
+
+        assert [span for span in receiver.spans if span.events]
+        assert finding_exemplars(metrics) == []
 
 
 def test_metrics_mirror_the_catalogue(telemetry: Callable[..., Telemetry], otlp_receiver: Any) -> None:

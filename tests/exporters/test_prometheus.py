@@ -22,7 +22,9 @@ import hicache_obs
 from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost, TransferKind
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.catalogue import CATALOGUE, RANK_LABELS, MetricType, Phase, row
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink, Server, render, serve
+from hicache_obs.exporters.endpoint import serve
+from hicache_obs.exporters.prometheus import ONLY_RANK, TRACED_NS, Exemplar, Metrics, MetricsSink, negotiate, render
+from hicache_obs.exporters.server import Server
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
 from hicache_obs.records import DropReason, OpId, Ranks
 
@@ -34,9 +36,11 @@ NOW_NS = 1_700_000_000_500_000_000
 
 
 def finding(verdict: Verdict, hazard: Hazard = WAW, cause: Cause = Cause.MISSING_FENCE) -> Finding:
-    """A finding of which a counter looks at three fields; the others are left empty."""
+    """A finding of which a counter looks at four fields; the others are left empty."""
     empty: dict[str, Any] = dict.fromkeys(field.name for field in fields(Finding))
-    return Finding(**{**empty, "verdict": verdict, "hazard": hazard, "cause": cause})
+    return Finding(
+        **{**empty, "verdict": verdict, "hazard": hazard, "cause": cause, "fingerprint": f"HC-{verdict.value}"}
+    )
 
 
 def fence(waited_ns: int, avoidable_ns: int, kind: TransferKind = RESTORE) -> FenceCost:
@@ -376,16 +380,130 @@ def test_a_child_of_another_type_is_refused() -> None:
 # -- formats -------------------------------------------------------------------------------------------------
 
 
-def test_both_text_formats_parse_to_the_same_values() -> None:
-    from prometheus_client.openmetrics.exposition import generate_latest
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
+
+def openmetrics_of(metrics: Metrics, *, created: bool = True) -> list[Metric]:
+    body, kind = negotiate(metrics, OPENMETRICS, created=created)
+    assert kind.startswith("application/openmetrics-text")
+    return list(parse_openmetrics(body.decode()))
+
+
+def test_both_text_formats_parse_to_the_same_values() -> None:
     metrics = Metrics()
     feed_everything(MetricsSink(metrics))
     text = scrape(metrics)
-    openmetrics = list(parse_openmetrics(generate_latest(metrics.registry()).decode()))
+    openmetrics = openmetrics_of(metrics, created=False)
 
     assert samples(openmetrics) == text
     assert {f.name: f.unit for f in openmetrics} == {r.family: r.base_unit for r in CATALOGUE}
+
+
+def test_openmetrics_says_since_when_each_counter_and_histogram_counts() -> None:
+    clock = iter([1_700_000_000_250_000_000, 1_600_000_000_000_000_000])  # it is set back between two ranks
+    metrics = Metrics(ranks=[Ranks(0)], now_ns=lambda: next(clock))
+    metrics.rank(Ranks(1))
+    with_created = samples(openmetrics_of(metrics))
+    without = samples(openmetrics_of(metrics, created=False))
+    created = {key: value for key, value in with_created.items() if key[0].endswith("_created")}
+
+    assert with_created.keys() - created.keys() == without.keys()
+    assert {(name, dict(labels)["tp_rank"]): value for (name, labels), value in created.items()} == {
+        (f"{metric.family}_created", rank): value
+        for metric in CATALOGUE
+        if metric.type is not MetricType.GAUGE
+        for rank, value in (("0", 1_700_000_000.25), ("1", 1_600_000_000.0))
+    }
+    assert "_created" not in render(metrics).decode()
+
+
+def exemplars(metrics: Metrics) -> dict[str, tuple[dict[str, str], float, float]]:
+    """By series: labels, value and time of its exemplar."""
+    return {
+        f"{s.name.removeprefix('hicache_obs_')} {s.labels.get('le', s.labels.get('hazard', ''))}": (
+            dict(s.exemplar.labels),
+            s.exemplar.value,
+            float(s.exemplar.timestamp),
+        )
+        for family in openmetrics_of(metrics)
+        for s in family.samples
+        if s.exemplar
+    }
+
+
+def test_exemplars_name_the_event_behind_a_number() -> None:
+    metrics = Metrics()
+    sink = MetricsSink(metrics, now_ns=lambda: NOW_NS)
+    sink.on_finding(finding(Verdict.LATENT))
+    sink.on_finding(finding(Verdict.UNKNOWN))  # its counter is by reason: there may be a million
+    sink.on_fence(FenceCost(OpId(634), RESTORE, 2_000, 1_000))
+    sink.on_fence(FenceCost(OpId(635), RESTORE, 2_500, 0))
+    sink.on_transfer(transfer())
+
+    assert exemplars(metrics) == {
+        "latent_races_total waw_forward_restore": ({"fingerprint": "HC-latent"}, 1, NOW_NS / 1e9),
+        "fence_wait_seconds_bucket 2.5e-06": ({"op_id": "635"}, 2.5e-06, NOW_NS / 1e9),
+        "fence_avoidable_seconds_bucket 1e-06": ({"op_id": "635"}, 0, NOW_NS / 1e9),
+        "op_seconds_bucket 5e-05": ({"transfer": "7"}, 5e-05, NOW_NS / 1e9),
+        "transfer_seconds_bucket 5e-05": ({"transfer": "7"}, 4e-05, NOW_NS / 1e9),
+    }
+
+
+def test_an_accepted_finding_counts_apart_and_has_no_exemplar() -> None:
+    metrics = Metrics()
+    sink = MetricsSink(metrics, accepts=lambda fingerprint: fingerprint == "HC-latent", now_ns=lambda: NOW_NS)
+    sink.on_finding(finding(Verdict.LATENT))
+    sink.on_finding(finding(Verdict.VIOLATION))
+    of = metrics.rank(ONLY_RANK)
+
+    assert [of.total(n) for n in ("accepted_total", "latent_races_total", "violations_total")] == [1, 0, 1]
+    assert list(exemplars(metrics)) == ["violations_total waw_forward_restore"]
+
+
+TRACED = {"trace_id": "1" * 32, "span_id": "2" * 16}
+
+
+@pytest.mark.parametrize(
+    ("later_ns", "kept"), [(TRACED_NS - 1, TRACED), (TRACED_NS, {"op_id": "635"})], ids=["young", "old"]
+)
+def test_a_delivered_span_stays_the_exemplar_for_a_minute(later_ns: int, kept: dict[str, str]) -> None:
+    metrics, clock = Metrics(), [NOW_NS]
+    sink = MetricsSink(metrics, now_ns=lambda: clock[0])
+    sink.on_fence(FenceCost(OpId(634), RESTORE, 2_000, 1_000))
+    span = Exemplar(TRACED, NOW_NS)
+    metrics.rank(ONLY_RANK).explain("fence_wait_seconds", RESTORE.value, amount=2_000, exemplar=span)
+    assert exemplars(metrics)["fence_wait_seconds_bucket 2.5e-06"] == (TRACED, 2e-06, NOW_NS / 1e9)
+    clock[0] += later_ns
+    sink.on_fence(FenceCost(OpId(635), RESTORE, 2_500, 0))
+
+    assert exemplars(metrics)["fence_wait_seconds_bucket 2.5e-06"][0] == kept
+
+
+@pytest.mark.parametrize(("later_ns", "kept"), [(TRACED_NS - 1, True), (TRACED_NS, False)], ids=["young", "old"])
+def test_a_finding_keeps_its_delivered_span_for_a_minute(later_ns: int, kept: bool) -> None:
+    metrics, clock = Metrics(), [NOW_NS]
+    sink = MetricsSink(metrics, now_ns=lambda: clock[0])
+    sink.on_finding(finding(Verdict.LATENT))
+    hazard = finding(Verdict.LATENT).hazard.value
+    span = Exemplar(TRACED, NOW_NS)
+    metrics.rank(ONLY_RANK).explain("latent_races_total", hazard, amount=1, exemplar=span)
+    clock[0] += later_ns
+    sink.on_finding(finding(Verdict.LATENT))
+
+    labels, value, _ = exemplars(metrics)["latent_races_total waw_forward_restore"]
+    assert (labels, value) == (TRACED if kept else {"fingerprint": "HC-latent"}, 1)
+
+
+AWKWARD = 'a "quoted"\nname \\ with\u2028 everything'
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_a_label_value_with_newline_and_quotes_comes_back_as_it_was(accept: str) -> None:
+    body, kind = negotiate(Metrics(engine=AWKWARD), accept)
+    parse = parse_openmetrics if "openmetrics" in kind else parse_text
+    engines = {s.labels["engine"] for family in parse(body.decode()) for s in family.samples if "engine" in s.labels}
+
+    assert engines == {AWKWARD}
 
 
 def test_scrapes_while_writing_are_consistent() -> None:

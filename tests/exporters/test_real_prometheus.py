@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 import pytest
 
 from hicache_obs.costs import FenceCost, TransferCost, TransferKind
-from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, Phase, Provenance, markdown
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink, Server, render, serve
+from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, MetricType, Phase, Provenance, markdown
+from hicache_obs.exporters.endpoint import serve
+from hicache_obs.exporters.prometheus import Metrics, MetricsSink, render
+from hicache_obs.exporters.server import Server
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
 from hicache_obs.records import DropReason, OpId, Ranks
 
@@ -74,12 +76,12 @@ class Target:
 
 
 class Prometheus:
-    """A running Prometheus that scrapes every target ten times a second."""
+    """A running Prometheus that scrapes every target five times a second."""
 
     def __init__(self, program: Path, targets: Sequence[Target], folder: Path) -> None:
         addresses = [target.instance for target in targets]
         (folder / "prometheus.yml").write_text(
-            "global: {scrape_interval: 100ms, scrape_timeout: 100ms}\n"
+            "global: {scrape_interval: 200ms, scrape_timeout: 200ms}\n"
             "scrape_configs:\n"
             f"- {{job_name: hicache, static_configs: [{{targets: {addresses}}}]}}\n"
         )
@@ -93,6 +95,7 @@ class Prometheus:
                     f"--config.file={folder / 'prometheus.yml'}",
                     f"--storage.tsdb.path={folder / 'data'}",
                     f"--web.listen-address=127.0.0.1:{port}",
+                    "--enable-feature=exemplar-storage",
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -111,6 +114,17 @@ class Prometheus:
             if error.code == 503:  # still starting
                 return []
             pytest.fail(f"{expr}\n{error.read().decode()}")
+        except urllib.error.URLError:
+            assert self._process.poll() is None, self._log.read_text()
+            return []
+
+    def exemplars(self, expr: str) -> list[dict[str, Any]]:
+        """The exemplars of the series that ``expr`` selects, of the last hour."""
+        now = time.time()
+        values = urllib.parse.urlencode({"query": expr, "start": now - 3600, "end": now + 60})
+        try:
+            with urllib.request.urlopen(f"{self._url}/api/v1/query_exemplars?{values}", timeout=10) as response:
+                return [exemplar for series in json.load(response)["data"] for exemplar in series["exemplars"]]
         except urllib.error.URLError:
             assert self._process.poll() is None, self._log.read_text()
             return []
@@ -155,9 +169,11 @@ def prometheus(
 
 
 def finding(verdict: Verdict) -> Finding:
-    """A finding of which a counter looks at three fields; the others are left empty."""
+    """A finding of which a counter looks at four fields; the others are left empty."""
     empty: dict[str, Any] = dict.fromkeys(Finding.__dataclass_fields__)
-    return Finding(**{**empty, "verdict": verdict, "hazard": WAW, "cause": Cause.RECORDS_LOST})
+    return Finding(
+        **{**empty, "verdict": verdict, "hazard": WAW, "cause": Cause.RECORDS_LOST, "fingerprint": "HC-00000001"}
+    )
 
 
 def feed(metrics: Metrics, rank: Ranks) -> None:
@@ -230,9 +246,20 @@ def test_prometheus_stores_the_exact_values(prometheus: Prometheus, targets: dic
         assert prometheus.value(f'{PREFIX}fence_wait_seconds_bucket{{{of},le="{bound}"}} > 0') == count
 
 
+def test_prometheus_stores_the_exemplars(prometheus: Prometheus, targets: dict[str, Target]) -> None:
+    of = f'instance="{targets["exact"].instance}"'
+    MetricsSink(targets["exact"].metrics, Ranks(0, 0, 0)).on_fence(FenceCost(OpId(77), TransferKind.BACKUP, 9_000, 0))
+    series = f'{PREFIX}fence_wait_seconds_bucket{{{of},op="backup"}}'
+
+    found = until(lambda: prometheus.exemplars(series), bool)
+
+    assert [(e["labels"], float(e["value"])) for e in found] == [({"op_id": "77"}, 9e-06)]
+
+
 def test_prometheus_has_every_name_of_the_catalogue(prometheus: Prometheus, targets: dict[str, Target]) -> None:
     expr = f'group by (__name__) ({{__name__=~"{PREFIX}.*",instance="{targets["names"].instance}"}})'
     expected = {name for metric in CATALOGUE for name in metric.series_names}
+    expected |= {f"{metric.family}_created" for metric in CATALOGUE if metric.type is not MetricType.GAUGE}
 
     def names() -> set[str]:
         return {result["metric"]["__name__"] for result in prometheus.query(expr)}

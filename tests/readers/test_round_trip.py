@@ -14,8 +14,10 @@ from hicache_obs.readers.journal import JournalWriter, read_journal
 from hicache_obs.readers.ring import RingReader, read_ring
 from hicache_obs.recorder.ring import RingWriter, cut_text
 from hicache_obs.records import (
+    IN_ORDER,
     KINDS,
     MAX_IDS,
+    MAX_NODES,
     MAX_TEXT_BYTES,
     Access,
     Collective,
@@ -101,7 +103,14 @@ def histories(draw, min_size=0, max_size=30):
         Times: (*base, INT64, INT64, INT64),
         Lost: (*base, INT64, st.sampled_from(DropReason)),
         GraphReplay: (*base, INT64, INT64, INT64, INT64, st.integers(0, 2**16 - 1), LAYERS, several),
-        GraphNode: (*base, INT64, INT64, st.none() | INT64, LAYERS, several),
+        GraphNode: (
+            *base,
+            st.integers(63, MAX_NODES - 1),
+            st.integers(IN_ORDER, 2**63 - 1),
+            st.none() | INT64,
+            LAYERS,
+            several,
+        ),
         Relocate: (*base, INT64, INT64, LAYERS, several),
         IoBegin: (*base, INT64, st.sampled_from(IoKind), INT64, LAYERS, several),
         IoEnd: (*base, INT64),
