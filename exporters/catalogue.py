@@ -72,6 +72,17 @@ class RingProblem(str, enum.Enum):
     """Records could not be kept: disk full, or no permission."""
 
 
+class SpanOutcome(str, enum.Enum):
+    """What became of a span; the ``outcome`` label of ``spans_total``."""
+
+    EXPORTED = "exported"
+    SAMPLED_OUT = "sampled_out"
+    """Its trace has no finding and is not one of the sample."""
+    QUEUE_FULL = "queue_full"
+    UNDELIVERED = "undelivered"
+    """The endpoint refused it, or could not be reached."""
+
+
 @dataclass(frozen=True, slots=True)
 class Label:
     """One label besides the rank labels.
@@ -157,6 +168,7 @@ UNKNOWN_REASON: Final = Label("reason", tuple(r.value for r in UnknownReason))
 DROP_REASON: Final = Label("reason", tuple(r.name.lower() for r in DropReason))
 RING_PROBLEM: Final = Label("reason", tuple(p.value for p in RingProblem))
 PHASE: Final = Label("phase", tuple(p.value for p in Phase))
+SPAN_OUTCOME: Final = Label("outcome", tuple(o.value for o in SpanOutcome))
 VERSION: Final = Label("version")
 ENGINE: Final = Label("engine")
 
@@ -199,6 +211,14 @@ CATALOGUE: Final[tuple[MetricRow, ...]] = (
         "on_finding, verdict contradiction",
         "Is a fence not where we think, or does a clock lie?",
         "Operation pairs proven ordered but measured in the wrong order.",
+    ),
+    _counter(
+        "accepted_total",
+        "op pairs",
+        (HAZARD,),
+        "on_finding, fingerprint in --accepted",
+        "How often does what we decided to live with happen?",
+        "Operation pairs of accepted fingerprints; they count nowhere else until the acceptance expires.",
     ),
     _counter(
         "weak_orderings_total",
@@ -400,6 +420,14 @@ CATALOGUE: Final[tuple[MetricRow, ...]] = (
         "Does the rank's recorder still run?",
         "Unix time at which the rank's recorder last said that it is alive, 0 if never.",
     ),
+    _counter(
+        "spans_total",
+        "spans",
+        (SPAN_OUTCOME,),
+        "OTLP export",
+        "Do traces arrive, and is what is missing missing on purpose?",
+        "Spans built from records, by what became of them; 0 without OTLP export.",
+    ),
     _gauge(
         "clock_error_seconds",
         "seconds",
@@ -454,8 +482,8 @@ _NOTES: Final = """\
 - `unknown_total` above 0 means some pairs could not be judged, mostly because records were dropped. That is
   not clean either.
 - A scrape in OpenMetrics has exemplars: `fingerprint` on the counters of findings, `op_id` (the operation id of NVTX
-  ranges and journals) on fence waits, `transfer` on transfers; and, unless switched off, `_created` series: the Unix
-  time since which a counter or histogram counts.
+  ranges and journals) on fence waits, `transfer` on transfers, `trace_id` and `span_id` once a span was delivered; and,
+  unless switched off, `_created` series: the Unix time since which a counter or histogram counts.
 - The bucket counts of a histogram always agree with each other; its sum may be one observation behind.
 - A ratio is computed in the query, never exported. The share of fence waits in the time transfers took:
 

@@ -57,6 +57,15 @@ class Exemplar(NamedTuple):
 
 Exemplars = dict[int, tuple[Exemplar, int]]
 """By cell: the newest exemplar, and by how much the event moved the metric."""
+TRACE_ID: Final = "trace_id"
+SPAN_ID: Final = "span_id"
+TRACED_NS: Final = 60 * _NS_PER_SECOND
+"""Only a span replaces the exemplar that is a younger span: it is there for a scrape, however often things happen."""
+VERDICT_COUNTERS: Final = {
+    Verdict.VIOLATION: "violations_total",
+    Verdict.LATENT: "latent_races_total",
+    Verdict.CONTRADICTION: "contradictions_total",
+}
 
 
 class Counter:
@@ -79,7 +88,7 @@ class Counter:
             raise ValueError(f"a counter only grows, got {amount}")
         self._cells[self._index] += amount
         if exemplar is not None:
-            self._exemplars[self._index] = exemplar, amount
+            _keep(self._exemplars, self._index, exemplar, amount)
 
 
 class Gauge:
@@ -121,7 +130,14 @@ class Histogram:
         cells[cell] += 1
         cells[self._sum] += duration_ns
         if exemplar is not None:
-            self._exemplars[cell] = exemplar, duration_ns
+            _keep(self._exemplars, cell, exemplar, duration_ns)
+
+
+def _keep(exemplars: Exemplars, cell: int, exemplar: Exemplar, amount: int) -> None:
+    """Replace the exemplar of ``cell``, unless that is a span that has been there for less than ``TRACED_NS``."""
+    known = exemplars.get(cell)
+    if known is None or TRACE_ID not in known[0].labels or exemplar.wall_ns >= known[0].wall_ns + TRACED_NS:
+        exemplars[cell] = exemplar, amount
 
 
 class _Slot(NamedTuple):
@@ -178,6 +194,28 @@ class RankMetrics:
     def snapshot(self) -> array[int]:
         """A copy of all cells, taken while no other Python thread runs."""
         return self._cells[:]
+
+    def labels(self, metric: MetricRow) -> list[dict[str, str]]:
+        """The labels of every child of ``metric``, the rank's first."""
+        return [labels for _, labels in self._children[metric.name]]
+
+    def explain(self, name: str, *values: str, amount: int, exemplar: Exemplar) -> None:
+        """Make a span that has been delivered the exemplar of what it shows; on any thread.
+
+        Args:
+            name, values: A counter or histogram, and its label values in catalogue order.
+            amount: What was counted or observed, in the unit that ``add`` and ``observe`` take.
+            exemplar: With the labels ``TRACE_ID`` and ``SPAN_ID``. Its time is that of the delivery: Prometheus takes
+                the exemplars of a series in order only.
+
+        Raises:
+            KeyError: No such metric or label value.
+        """
+        slot = self._slots[row(name).name, values]
+        cell = slot.first
+        if slot.row.type is MetricType.HISTOGRAM:
+            cell += bisect_left(slot.row.buckets_ns, amount)
+        self._exemplars[cell] = exemplar, amount
 
     def value(self, name: str, *values: str) -> int:
         """The value of a counter or gauge, in the unit that ``add`` and ``set`` take; safe on any thread.
@@ -342,6 +380,7 @@ class MetricsSink:
         rank: The rank whose records are analysed.
         findings: Count checks, findings and weak orderings.
         costs: Count fences, layer waits and transfers.
+        accepts: Whether a fingerprint is one that somebody has accepted for now; its pairs count as ``accepted``.
         now_ns: Wall clock, nanoseconds since the epoch.
     """
 
@@ -352,16 +391,17 @@ class MetricsSink:
         *,
         findings: bool = True,
         costs: bool = True,
+        accepts: Callable[[str], bool] = lambda _: False,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         of = metrics.rank(rank)
+        self._accepts = accepts
+        self._accepted = {h: of.counter("accepted_total", h.value) for h in Hazard}
         self._findings = findings
         self._costs = costs
         self._now_ns = now_ns
         self._by_verdict = {
-            Verdict.VIOLATION: {h: of.counter("violations_total", h.value) for h in Hazard},
-            Verdict.LATENT: {h: of.counter("latent_races_total", h.value) for h in Hazard},
-            Verdict.CONTRADICTION: {h: of.counter("contradictions_total", h.value) for h in Hazard},
+            verdict: {h: of.counter(name, h.value) for h in Hazard} for verdict, name in VERDICT_COUNTERS.items()
         }
         self._unknown = {reason: of.counter("unknown_total", reason.value) for reason in UnknownReason}
         self._weak = {
@@ -395,6 +435,9 @@ class MetricsSink:
             lost = finding.cause is Cause.RECORDS_LOST
             self._unknown[UnknownReason.RECORDS_LOST if lost else UnknownReason.OTHER].add()
         elif finding.verdict in self._by_verdict:
+            if self._accepts(finding.fingerprint):
+                self._accepted[finding.hazard].add()
+                return
             exemplar = Exemplar({"fingerprint": finding.fingerprint}, self._now_ns())
             self._by_verdict[finding.verdict][finding.hazard].add(1, exemplar)
 

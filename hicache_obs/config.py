@@ -181,6 +181,48 @@ SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
         "files",
         "moved rings that are kept in the folder 'finished'; the oldest go first",
     ),
+    TextSetting(
+        "accepted", "HICACHE_OBS_ACCEPTED", lambda _: "", "a file", "findings that are accepted for now (TOML)"
+    ),
+    TextSetting(
+        "events", "HICACHE_OBS_EVENTS", lambda _: "", "a file", "where the agent writes findings as JSON lines"
+    ),
+    Setting(
+        "events_max_bytes",
+        "HICACHE_OBS_EVENTS_MAX_BYTES",
+        1 << 24,
+        1 << 12,
+        1 << 40,
+        "bytes",
+        "size at which that file is put aside as <name>.1, which it replaces",
+    ),
+    Setting(
+        "events_interval_s",
+        "HICACHE_OBS_EVENTS_INTERVAL_S",
+        60,
+        1,
+        86_400,
+        "s",
+        "a finding that comes again has one line in so many seconds",
+    ),
+    Setting(
+        "span_one_in",
+        "HICACHE_OBS_SPAN_ONE_IN",
+        100,
+        0,
+        1 << 31,
+        "traces",
+        "of traces without a finding, one in so many is sent by OTLP; 0 for none",
+    ),
+    Setting(
+        "span_queue",
+        "HICACHE_OBS_SPAN_QUEUE",
+        1 << 14,
+        1 << 6,
+        1 << 24,
+        "spans",
+        "spans that wait to be sent; ordinary ones are dropped and counted first",
+    ),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
 

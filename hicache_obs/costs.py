@@ -113,3 +113,31 @@ class AnalysisSink(Protocol):
 
     def on_lost(self, count: int, reason: DropReason) -> None:
         """``count`` records were lost before they could be analysed."""
+
+
+class Ignore:
+    """An ``AnalysisSink`` that ignores everything: the base of those that want a part of it."""
+
+    def on_checked(self, hazard: Hazard, pages: int, pairs: int) -> None:
+        """See ``AnalysisSink``."""
+
+    def on_finding(self, finding: Finding) -> None:
+        """See ``AnalysisSink``."""
+
+    def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
+        """See ``AnalysisSink``."""
+
+    def on_fence(self, cost: FenceCost) -> None:
+        """See ``AnalysisSink``."""
+
+    def on_layer_wait(self, waited_ns: int) -> None:
+        """See ``AnalysisSink``."""
+
+    def on_transfer(self, cost: TransferCost) -> None:
+        """See ``AnalysisSink``."""
+
+    def on_records(self, count: int) -> None:
+        """See ``AnalysisSink``."""
+
+    def on_lost(self, count: int, reason: DropReason) -> None:
+        """See ``AnalysisSink``."""

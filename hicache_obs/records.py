@@ -240,6 +240,8 @@ class DefineSpace(enum.IntEnum):
     """Kernels of this site may start before the kernel before them has ended (programmatic dependent launch)."""
     STATUS = 19
     """What the recording side counts about itself: ``text`` names it, ``value`` is the newest number."""
+    REQUEST_TRACE = 20
+    """W3C trace context (``traceparent``) of the request's own trace, by the request's id."""
 
 
 class StreamKind(enum.IntEnum):

@@ -7,10 +7,13 @@ reasons but those that begin with one of its prefixes, which are this file's.
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from hicache_obs.testing.otlp_receiver import Receiver
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,6 +73,19 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(NO_SHARED)
     return folder
+
+
+@pytest.fixture
+def otlp_receiver() -> Iterator[Callable[..., Receiver]]:
+    """``otlp_receiver(port)``: a running OTLP/gRPC receiver, on a free port by default."""
+    with ExitStack() as stack:
+
+        def start(port: int = 0) -> Receiver:
+            receiver = Receiver(port)
+            stack.callback(receiver.close)
+            return receiver
+
+        yield start
 
 
 def _has_cuda() -> bool:

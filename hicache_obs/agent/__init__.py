@@ -3,6 +3,7 @@
 from hicache_obs.agent.fanout import Fanout
 from hicache_obs.agent.inline import Agent
 from hicache_obs.agent.node import NodeAgent, NodeOptions
-from hicache_obs.agent.pipeline import RankPipeline
+from hicache_obs.agent.pipeline import Follower, RankPipeline
+from hicache_obs.agent.rank import WatchedRing
 
-__all__ = ["Agent", "Fanout", "NodeAgent", "NodeOptions", "RankPipeline"]
+__all__ = ["Agent", "Fanout", "Follower", "NodeAgent", "NodeOptions", "RankPipeline", "WatchedRing"]

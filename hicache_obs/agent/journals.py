@@ -30,6 +30,7 @@ _RETRY_S: Final = 5.0
 _LASTING: Final = frozenset(DefineSpace) - {
     DefineSpace.EVENT,
     DefineSpace.REQUEST,
+    DefineSpace.REQUEST_TRACE,
     DefineSpace.IO,
     DefineSpace.TENSOR,
 }

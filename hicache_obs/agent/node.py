@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hicache_obs.agent.rank import LOG, MoreSinks, Problems, RankReader
+from hicache_obs.agent.rank import LOG, Follow, MoreSinks, Problems, RankReader
 from hicache_obs.agent.writers import has_ended
 from hicache_obs.errors import AgentRunning, ConfigError, LayoutError, RingTaken, TraceError
 from hicache_obs.exporters.catalogue import RingProblem
@@ -74,6 +74,8 @@ class NodeAgent:
         metrics: Gets a rank's children when its first ring is found.
         board: Gets the findings of all ranks; may be read on any thread.
         more_sinks: Further listeners to what is found in each ring.
+        follow: Makes followers of each ring.
+        accepts: See ``MetricsSink``.
 
     Raises:
         ConfigError: The directory is refused, or another agent reads it (``AgentRunning``).
@@ -86,12 +88,16 @@ class NodeAgent:
         *,
         board: FindingsBoard | None = None,
         more_sinks: MoreSinks = lambda _rank, _analyzer: (),
+        follow: Follow = lambda _ring: (),
+        accepts: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._options = options
         self._metrics = metrics
         self.board: Final = FindingsBoard() if board is None else board
         self._turned_at: float | None = None
         self._more_sinks = more_sinks
+        self._follow = follow
+        self._accepts = accepts
         open_ring_directory(options.directory)
         self._lock = AgentLock(options.directory)
         self._facts: dict[str, str] = {}
@@ -228,6 +234,8 @@ class NodeAgent:
                 journal_max_bytes=options.journal_max_bytes,
                 board=self.board,
                 more_sinks=self._more_sinks,
+                follow=self._follow,
+                accepts=self._accepts,
             )
         except RingTaken as error:
             self._refuse(key, path, error, None)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from hicache_obs.analyzer import Analyzer
+from hicache_obs.costs import AnalysisSink
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.records import AnyRecord, Times
 
@@ -20,6 +21,13 @@ class Journal(Protocol):
         """End it; nothing follows."""
 
 
+class Follower(AnalysisSink, Protocol):
+    """A listener that also wants the records, after the analyzer has said what it makes of them."""
+
+    def on_batch(self, records: Sequence[AnyRecord], *, last: bool) -> None:
+        """``records`` were analysed; ``last``: every pair has its verdict, and nothing follows."""
+
+
 class RankPipeline:
     """Drives one ring. One thread at a time.
 
@@ -31,10 +39,17 @@ class RankPipeline:
         analyzer: Fed with every record, in ring order.
         journal: Gets every record before it is analysed.
         kept: Number of the first record that the journal does not hold yet; it is not given those before.
+        followers: Given every batch once it is analysed; they are sinks of the analyzer as well.
     """
 
     def __init__(
-        self, reader: RingReader, analyzer: Analyzer, *, journal: Journal | None = None, kept: int = 0
+        self,
+        reader: RingReader,
+        analyzer: Analyzer,
+        *,
+        journal: Journal | None = None,
+        kept: int = 0,
+        followers: Sequence[Follower] = (),
     ) -> None:
         self.reader: Final = reader
         self.analyzer: Final = analyzer
@@ -44,6 +59,7 @@ class RankPipeline:
         """Half width of the uncertainty of the newest device times."""
         self._journal = journal
         self._kept = kept
+        self._followers = followers
 
     def step(self, limit: int = 1 << 16) -> int:
         """Take in the next ``limit`` records at most; returns how many there were.
@@ -99,3 +115,5 @@ class RankPipeline:
         except Exception:
             self.judging = False
             raise
+        for follower in self._followers:
+            follower.on_batch(records, last=last)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hicache_obs.agent.fanout import Fanout
 from hicache_obs.agent.journals import RingJournal, journal_folder, rebuild
-from hicache_obs.agent.pipeline import RankPipeline
+from hicache_obs.agent.pipeline import Follower, RankPipeline
 from hicache_obs.agent.writers import writer_runs
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import AnalysisSink
@@ -18,12 +19,33 @@ from hicache_obs.errors import TraceError
 from hicache_obs.exporters.catalogue import Phase, RingProblem
 from hicache_obs.exporters.findings_board import BoardSink, FindingsBoard
 from hicache_obs.exporters.prometheus import Metrics, MetricsSink
-from hicache_obs.readers.ring import RingReader
-from hicache_obs.records import Ranks
+from hicache_obs.readers.ring import RingInfo, RingReader
+from hicache_obs.records import Define, Ranks
 
 LOG: Final = logging.getLogger("hicache_obs.agent")
 MoreSinks = Callable[[Ranks, Analyzer], Sequence[AnalysisSink]]
 """Further listeners to what is found in a rank's ring."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRing:
+    """What a follower of a ring may want to know.
+
+    Attributes:
+        path: The ring file.
+        info: Its header.
+        analyzer: Judges it; to be asked on the thread that feeds it.
+        journal: Folder of its journal, ``None`` without one.
+    """
+
+    path: Path
+    info: RingInfo
+    analyzer: Analyzer
+    journal: Path | None
+
+
+Follow = Callable[[WatchedRing], Sequence[Follower]]
+"""Makes the followers of a ring."""
 MIN_BATCH: Final = 64
 MAX_BATCH: Final = 8192
 TURN_NS: Final = 20_000_000
@@ -67,6 +89,8 @@ class RankReader:
         journal_max_bytes: Of this rank.
         board: Gets the findings.
         more_sinks: Further listeners.
+        follow: Makes those that want the records too; what an agent before this one has judged does not come again.
+        accepts: See ``MetricsSink``.
 
     Raises:
         TraceError: The ring cannot be read.
@@ -81,6 +105,8 @@ class RankReader:
         journal_max_bytes: int,
         board: FindingsBoard,
         more_sinks: MoreSinks,
+        follow: Follow,
+        accepts: Callable[[str], bool],
     ) -> None:
         self.path: Final = path
         self.reader: Final = RingReader(path)
@@ -90,26 +116,28 @@ class RankReader:
             """Another agent has read it to its end."""
             self.blind = False
             self._batch = 256
+            self._accepts = accepts
             self._problems = Problems(metrics, self.rank)
             self._metrics = metrics
             self._of = metrics.rank(self.rank)
             self._journal: RingJournal | None = None
-            self._board, self._pipeline = self._open(journals, journal_max_bytes, board, more_sinks)
+            self._board, self._pipeline = self._open(journals, journal_max_bytes, board, more_sinks, follow)
         except BaseException:
             self.reader.close()
             raise
 
     def _open(
-        self, journals: Path | None, max_bytes: int, board: FindingsBoard, more_sinks: MoreSinks
+        self, journals: Path | None, max_bytes: int, board: FindingsBoard, more_sinks: MoreSinks, follow: Follow
     ) -> tuple[BoardSink, RankPipeline]:
         reader = self.reader
         fanout = Fanout()  # what is rebuilt has been reported by the agent before this one
         analyzer = Analyzer(fanout)
         kept = reader.position
+        definitions: Sequence[Define] = ()
         if not self.done:
             folder = None if journals is None else journal_folder(journals, self.path, reader.info)
             known = rebuild(analyzer, folder, reader.info, tail=reader.position)
-            kept = known.kept
+            kept, definitions = known.kept, known.definitions
             if known.problem is not None:
                 self._problems.note(RingProblem.JOURNAL, f"{known.problem}; earlier records are unknown")
             if folder is not None:
@@ -122,9 +150,13 @@ class RankReader:
                     resume=known.last,
                 )
                 self._journal.learn(known.definitions)
+        followers = () if self.done else follow(WatchedRing(self.path, reader.info, analyzer, self.journal))
+        for follower in followers:
+            follower.on_batch(definitions, last=False)
+        counted = MetricsSink(self._metrics, self.rank, accepts=self._accepts)
         shown = board.sink(self.rank, analyzer)
-        fanout.listen([MetricsSink(self._metrics, self.rank), shown, *more_sinks(self.rank, analyzer)])
-        return shown, RankPipeline(reader, analyzer, journal=self._journal, kept=kept)
+        fanout.listen([counted, shown, *more_sinks(self.rank, analyzer), *followers])
+        return shown, RankPipeline(reader, analyzer, journal=self._journal, kept=kept, followers=followers)
 
     @property
     def journal(self) -> Path | None:

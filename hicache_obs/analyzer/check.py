@@ -191,6 +191,11 @@ class Analyzer:
         """Groups in the history now: what the analyzer's memory grows with."""
         return self._shadow.retained
 
+    @property
+    def engine(self) -> str:
+        """Name and version of the engine, empty until it was stated."""
+        return self._names.engine
+
     def blast_radius(self, race: str | tuple[OpId, OpId]) -> BlastRadius:
         """What a race can have spoiled so far; all races of a fingerprint, or one by its operations, earlier first.
 

@@ -66,7 +66,7 @@ def explain(finding: Finding, radius: BlastRadius | None = None, times: Timeline
         f"  measured {_measured(finding)}",
         f"  proof    {_proof(finding)}",
         *([] if radius is None else [f"  spoiled {_radius(radius)}"]),
-        f"  fix      {_fix(finding)}",
+        f"  fix      {fix(finding)}",
         *([] if times is None else _context(finding, times)),
     ]
     return "\n".join(lines)
@@ -77,10 +77,8 @@ def _misuse(finding: Finding) -> str:
     call, use, away = finding.earlier, finding.later, finding.cause is Cause.USED_AFTER_FREE
     if away:
         story = "An operation was issued on pages that had been given away: whoever gets them next shares them with it."
-        fix = f"give the pages away after op {use.op} is issued, or leave them out of it"
     else:
         story = "Nothing has written these pages since they were given out: the reader sees what was left there."
-        fix = f"fill the pages before op {use.op}, or leave them out of it"
     return "\n".join(
         [
             f"{finding.fingerprint}  {finding.verdict.value.upper()}  {finding.hazard.value}",
@@ -91,7 +89,7 @@ def _misuse(finding: Finding) -> str:
             f"  given {'away' if away else 'out '} by host thread {call.thread}, op {call.op}",
             f"  then     {_access(use, 0)}",
             f"  proof    op {use.op} was issued after op {call.op}, whatever the device does",
-            f"  fix      {fix}",
+            f"  fix      {fix(finding)}",
         ]
     )
 
@@ -192,8 +190,13 @@ def _context(finding: Finding, times: Timeline) -> list[str]:
     return lines
 
 
-def _fix(finding: Finding) -> str:
+def fix(finding: Finding) -> str:
+    """What to change, in one line."""
     edge = finding.missing_edge
+    if finding.cause is Cause.USED_AFTER_FREE:
+        return f"give the pages away after op {finding.later.op} is issued, or leave them out of it"
+    if finding.cause is Cause.NEVER_WRITTEN:
+        return f"fill the pages before op {finding.later.op}, or leave them out of it"
     if finding.verdict is Verdict.CONTRADICTION:
         return "check the stream of both operations and the clock error before trusting either"
     if finding.later.stream is None:

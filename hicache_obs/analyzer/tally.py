@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,6 +15,8 @@ from hicache_obs.records import DropReason, OpId
 
 MAX_FINGERPRINTS: Final = 4096
 MAX_WAITS: Final = 1_000_000
+DEFINITE: Final = (Verdict.VIOLATION, Verdict.CONTRADICTION, Verdict.LATENT)
+"""Verdicts that are findings: the analyzer is sure of the pair."""
 
 
 @dataclass(slots=True)
@@ -113,9 +116,19 @@ class Tally:
             key=lambda d: (order.index(d.example.verdict), hazards.index(d.example.hazard), d.example.fingerprint),
         )
 
-    def exit_code(self, lookups: int, shared: int = 0) -> ExitCode:
-        """Outcome of a check of one trace; ``lookups`` and ``shared`` as in ``Totals``."""
-        if any(self.verdicts[v] for v in (Verdict.VIOLATION, Verdict.CONTRADICTION, Verdict.LATENT)):
+    def unexpected(self, accepts: Callable[[str], bool], verdicts: Sequence[Verdict] = DEFINITE) -> int:
+        """Findings with one of ``verdicts`` and a fingerprint that ``accepts`` is false for."""
+        return sum(self.verdicts[verdict] for verdict in verdicts) - sum(
+            defect.verdicts[verdict] for name, defect in self.defects.items() for verdict in verdicts if accepts(name)
+        )
+
+    def exit_code(self, lookups: int, shared: int = 0, *, accepts: Callable[[str], bool] = lambda _: False) -> ExitCode:
+        """Outcome of a check of one trace; ``lookups`` and ``shared`` as in ``Totals``.
+
+        Args:
+            accepts: Whether findings of a fingerprint are to be expected. What could not be decided still counts.
+        """
+        if self.unexpected(accepts):
             return ExitCode.FINDINGS
         if self.verdicts[Verdict.UNKNOWN] or shared or not lookups:
             return ExitCode.NOTHING_CHECKED

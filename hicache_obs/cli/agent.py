@@ -9,7 +9,7 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from hicache_obs.cli.layout import fit
+from hicache_obs.cli.outputs import Outputs, export_options, load_accepted, otlp_options
 from hicache_obs.config import read_setting, read_text
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import ExitCode, Verdict, worst
@@ -46,6 +47,7 @@ REPORTED: Final = (Verdict.VIOLATION, Verdict.CONTRADICTION, Verdict.LATENT, Ver
     "--journal-max-bytes", type=click.IntRange(min=1 << 16), metavar="N",
     help="Size of the journals of one rank; the oldest records go first.",
 )  # fmt: skip
+@export_options
 @click.option("--tls-cert", type=click.Path(path_type=Path), metavar="FILE", help="Serve TLS with this certificate.")
 @click.option("--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="Its key.")
 @click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="Ask for the bearer token in it.")
@@ -64,6 +66,9 @@ def command(
     bind: str | None,
     journal: Path | None,
     journal_max_bytes: int | None,
+    accepted_file: Path | None,
+    events: str | None,
+    otlp: str | None,
     tls_cert: Path | None,
     tls_key: Path | None,
     token_file: Path | None,
@@ -78,11 +83,17 @@ def command(
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="hicache-obs agent: %(message)s", force=True)
     options = _options(directory, journal, journal_max_bytes)
-    if once:
-        return int(_read_once(options, textfile))
-    if textfile is not None:
+    if textfile is not None and not once:
         raise ConfigError(f"--textfile {textfile}: needs --once; a running agent is scraped on its port")
-    _serve(options, port, bind, _security(tls_cert, tls_key, token_file, basic_auth_file))
+    security = None if once else _security(tls_cert, tls_key, token_file, basic_auth_file)
+    accepted, sent = load_accepted(accepted_file), otlp_options(otlp)
+    from hicache_obs.exporters.prometheus import Metrics
+
+    metrics = Metrics(ranks=(), engine="agent")
+    with closing(Outputs(accepted, events=events, otlp=sent, metrics=metrics)) as outputs:
+        if security is None:
+            return int(_read_once(options, metrics, outputs, textfile))
+        _serve(options, metrics, outputs, port, bind, security)
     return int(ExitCode.CLEAN)
 
 
@@ -151,17 +162,17 @@ def _warn(server: Server, security: _Security) -> None:
         log.warning("%s: credentials travel in clear text: set --tls-cert and --tls-key", server.home)
 
 
-def _serve(options: NodeOptions, port: int | None, bind: str | None, security: _Security) -> None:
+def _serve(
+    options: NodeOptions, metrics: Metrics, outputs: Outputs, port: int | None, bind: str | None, security: _Security
+) -> None:
     from hicache_obs.exporters.endpoint import serve
-    from hicache_obs.exporters.prometheus import Metrics
 
     address = read_text("bind")[0] if bind is None else bind
     number = read_setting("port")[0] if port is None else port
-    metrics = Metrics(ranks=(), engine="agent")
     journal = "" if options.journals is None else str(options.journals.absolute())
     with (
         _wait_for_signals() as wait,
-        _agent(options, metrics) as agent,
+        _agent(options, metrics, outputs) as agent,
         serve(
             metrics,
             board=agent.board,
@@ -180,16 +191,25 @@ def _serve(options: NodeOptions, port: int | None, bind: str | None, security: _
         agent.describe(url=server.url, journal=journal)
         click.echo(f"reading the rings in {options.directory}, metrics at {server.url}")
         sys.stdout.flush()
-        agent.run(wait)
+
+        def pause(seconds: float) -> bool:
+            outputs.idle()
+            return wait(seconds)
+
+        agent.run(pause)
 
 
 @contextmanager
 def _agent(
-    options: NodeOptions, metrics: Metrics, more: Callable[[Ranks, Analyzer], Sequence[AnalysisSink]] | None = None
+    options: NodeOptions,
+    metrics: Metrics,
+    outputs: Outputs,
+    more: Callable[[Ranks, Analyzer], Sequence[AnalysisSink]] = lambda _rank, _analyzer: (),
 ) -> Iterator[NodeAgent]:
     from hicache_obs.agent import NodeAgent
 
-    agent = NodeAgent(options, metrics) if more is None else NodeAgent(options, metrics, more_sinks=more)
+    accepts = outputs.accepted.covers
+    agent = NodeAgent(options, metrics, more_sinks=more, follow=outputs.follow, accepts=accepts)
     try:
         yield agent
     finally:
@@ -238,21 +258,19 @@ class _Read:
         return self.analyzer.totals.lookups - self.before.lookups
 
 
-def _read_once(options: NodeOptions, textfile: Path | None) -> ExitCode:
+def _read_once(options: NodeOptions, metrics: Metrics, outputs: Outputs, textfile: Path | None) -> ExitCode:
     from hicache_obs.analyzer.tally import Tally
-    from hicache_obs.exporters.prometheus import Metrics
     from hicache_obs.exporters.textfile import check_textfile, write_textfile
 
     if textfile is not None:
         check_textfile(textfile)
-    metrics = Metrics(ranks=(), engine="agent")
     found: list[_Read] = []
 
     def listen(rank: Ranks, analyzer: Analyzer) -> list[AnalysisSink]:
         found.append(_Read(rank, analyzer, replace(analyzer.totals), Tally()))
         return [found[-1].tally]
 
-    with _agent(options, metrics, listen) as agent:
+    with _agent(options, metrics, outputs, listen) as agent:
         agent.drain()
         blind = agent.blind
     if textfile is not None:
@@ -262,7 +280,7 @@ def _read_once(options: NodeOptions, textfile: Path | None) -> ExitCode:
         return ExitCode.NOTHING_CHECKED
     for read in found:
         click.echo(fit(_summary(read), indent=4))
-    codes = [read.tally.exit_code(read.lookups) for read in found]
+    codes = [read.tally.exit_code(read.lookups, accepts=outputs.accepted.covers) for read in found]
     return worst([*codes, *(ExitCode.NOTHING_CHECKED for _ in blind)])
 
 

@@ -15,6 +15,8 @@ from hicache_obs.analyzer.remedy import Timeline, public_report, remedies, timel
 from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.cli.outputs import accepted_option, load_accepted
+from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict, worst
 from hicache_obs.readers import open_trace
 from hicache_obs.records import OpId
@@ -58,6 +60,7 @@ class _Report:
     stalls: StallReport
     times: Timeline
     code: ExitCode
+    accepted: Accepted
 
     @property
     def undecided(self) -> bool:
@@ -82,14 +85,16 @@ class _Report:
 
 @click.command("check")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+@accepted_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: one object for one file, a list for several.")
-def command(files: Sequence[Path], as_json: bool) -> int:
+def command(files: Sequence[Path], accepted_file: Path | None, as_json: bool) -> int:
     """Check recorded histories for operations that touch the same pages in no proven order.
 
     FILE is a scenario (JSON), a journal file or folder, or a ring file. Exit code 1 if any has findings, 3 if
     one could not be decided or had nothing to check.
     """
-    reports = [_analyse(path) for path in files]
+    accepted = load_accepted(accepted_file)
+    reports = [_analyse(path, accepted) for path in files]
     if as_json:
         objects = [_as_json(report) for report in reports]
         click.echo(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2))
@@ -99,7 +104,7 @@ def command(files: Sequence[Path], as_json: bool) -> int:
     return int(worst([report.code for report in reports]))
 
 
-def _analyse(path: Path) -> _Report:
+def _analyse(path: Path, accepted: Accepted) -> _Report:
     trace = open_trace(path)
     keeper = _Keeper()
     analyzer = Analyzer(keeper)
@@ -108,8 +113,8 @@ def _analyse(path: Path) -> _Report:
     lookups = analyzer.totals.lookups
     stalls = find_stalls(trace)
     times = timeline(trace) if keeper.findings else Timeline()
-    code = keeper.exit_code(lookups, analyzer.totals.shared)
-    report = _Report(trace, analyzer, keeper, lookups, stalls, times, code)
+    code = keeper.exit_code(lookups, analyzer.totals.shared, accepts=accepted.covers)
+    report = _Report(trace, analyzer, keeper, lookups, stalls, times, code, accepted)
     if report.code is ExitCode.NOTHING_CHECKED and stalls.stalls and not report.undecided:
         return replace(report, code=ExitCode.CLEAN)  # collectives were compared: that is a check
     return report
@@ -121,6 +126,9 @@ def _show(report: _Report) -> None:
     for finding in report.keeper.findings[:SHOWN]:
         radius = None if finding.misuse else report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
         click.echo("\n" + fit(explain(finding, radius, report.times), indent=FINDING_INDENT))
+        acceptance = report.accepted.get(finding.fingerprint)
+        if acceptance is not None:
+            click.echo(fit(f"  accepted until {acceptance.expires}: {acceptance.reason}", indent=FINDING_INDENT))
     for stall in report.stalls.stalls:
         click.echo(fit(_stall_line(report.trace, stall), indent=2))
     for note in report.notes:
@@ -141,7 +149,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "stalls": [stall.as_json(report.trace) for stall in report.stalls.stalls],
         "ordered": _weakly_ordered(report),
         "notes": report.notes,
-        "ownership": [_race(report.trace, finding) for finding in report.keeper.findings if finding.misuse],
+        "ownership": [_race(report, finding) for finding in report.keeper.findings if finding.misuse],
     }
 
 
@@ -162,7 +170,7 @@ def _races(report: _Report) -> list[dict[str, Any]]:
     for finding in report.keeper.findings:
         if finding.misuse:
             continue
-        race = _race(trace, finding)
+        race = _race(report, finding)
         race |= _remedies(report, finding)
         race["tainted"] = _tainted(trace, report.analyzer.blast_radius((finding.earlier.op, finding.later.op)))
         known = races.setdefault(tuple(race["between"]), race)
@@ -172,7 +180,8 @@ def _races(report: _Report) -> list[dict[str, Any]]:
     return list(races.values())
 
 
-def _race(trace: Trace, finding: Finding) -> dict[str, Any]:
+def _race(report: _Report, finding: Finding) -> dict[str, Any]:
+    trace, acceptance = report.trace, report.accepted.get(finding.fingerprint)
     resources: dict[str, list[Any]] = {name: [] for name in _RESOURCES.values()}
     for shared in (Shared(finding.space, finding.pool, finding.pages), *finding.also):
         resources[_RESOURCES[shared.space]] += [_resource(trace, shared, page) for page in shared.pages]
@@ -185,6 +194,7 @@ def _race(trace: Trace, finding: Finding) -> dict[str, Any]:
         "layers": list(range(low, high)) if high < 2**31 - 1 else [],
         "verdict": finding.verdict.value,
         "cause": finding.cause.value,
+        "accepted": acceptance and {"reason": acceptance.reason, "expires": str(acceptance.expires)},
     }
 
 

@@ -18,12 +18,14 @@ from rich.table import Table
 
 from hicache_obs.analyzer import explain
 from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.cli.outputs import Outputs, export_options, load_accepted, otlp_options
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Verdict
 
 if TYPE_CHECKING:
     from hicache_obs.cli.demo_run import DemoOptions, ModeResult
     from hicache_obs.controller.workloads import Request
+    from hicache_obs.exporters.accepted import Accepted
     from hicache_obs.exporters.findings_board import FindingsBoard
     from hicache_obs.exporters.prometheus import Metrics
     from hicache_obs.exporters.server import Server
@@ -108,6 +110,7 @@ class _Defaults:
     "--journal", type=click.Path(path_type=Path), metavar="DIR",
     help="Keep every record of the check runs, one folder per policy, for 'hicache-obs check'.",
 )  # fmt: skip
+@export_options
 @click.option("--json", "json_file", metavar="FILE|-", help="Write the results as JSON; - is standard output.")
 def command(
     fence: str,
@@ -121,6 +124,9 @@ def command(
     seed: int,
     serve: str | None,
     journal: Path | None,
+    accepted_file: Path | None,
+    events: str | None,
+    otlp: str | None,
     json_file: str | None,
 ) -> int:
     """Run a KV-cache engine with and without fences, and show what the missing fence does.
@@ -148,27 +154,30 @@ def command(
     from hicache_obs.exporters.findings_board import FindingsBoard
     from hicache_obs.exporters.prometheus import Metrics
 
+    accepted, sent = load_accepted(accepted_file), otlp_options(otlp, use_environment=port is not None)
     board = FindingsBoard()
-    metrics = Metrics() if port is not None else None
-    console = Console(stderr=json_file == "-")
+    metrics = Metrics() if port is not None or sent is not None else None
+    console = Console(stderr="-" in (json_file, events))
     with contextlib.ExitStack() as stack:
         if metrics is not None and port is not None:
             server = stack.enter_context(_server(metrics, port, board))
             Console(stderr=True).print(f"metrics on {server.url}\nstatus page on {server.home}")
-        results = _run(options, metrics, board)
+        made = Outputs(accepted, events=events, otlp=sent, metrics=metrics or Metrics(), use_settings=False)
+        outputs = stack.enter_context(contextlib.closing(made))
+        results = _run(options, metrics, board, outputs)
         from hicache_obs.cli.demo_run import outcome
 
         # Before the JSON is there: who waits for it may interrupt at once, and still gets the exit code of the demo.
-        stop = stack.enter_context(_interruption()) if metrics is not None else None
+        stop = stack.enter_context(_interruption()) if port is not None else None
         _write_json(results, json_file, json_path)
-        _show(console, options, results)
+        _show(console, options, results, accepted)
         if stop is not None:
             Console(stderr=True).print("serving until interrupted (Ctrl-C)")
             stop.wait()
-        return int(outcome(results))
+        return int(outcome(results, accepted.covers))
 
 
-def _run(options: DemoOptions, metrics: Metrics | None, board: FindingsBoard) -> list[ModeResult]:
+def _run(options: DemoOptions, metrics: Metrics | None, board: FindingsBoard, outputs: Outputs) -> list[ModeResult]:
     from hicache_obs.cli.demo_run import REFERENCE, DemoRun
 
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -182,7 +191,7 @@ def _run(options: DemoOptions, metrics: Metrics | None, board: FindingsBoard) ->
                 bars.start_task(task)
             bars.update(task, completed=done, total=total)
 
-        run = DemoRun(options, progress=progress, metrics=metrics, board=board)
+        run = DemoRun(options, progress=progress, metrics=metrics, board=board, outputs=outputs)
         reference = run.reference()
         return [run.mode(fence, reference) for fence in options.fences]
 
@@ -260,7 +269,7 @@ def _workload(path: Path | None, requests: int | None, defaults: _Defaults, seed
 # -- output --------------------------------------------------------------------------------------------------
 
 
-def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult]) -> None:
+def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult], accepted: Accepted) -> None:
     where = options.device + (f", schedule {options.schedule}" if options.device == "virtual" else "")
     console.print(f"{len(options.requests)} requests, {options.engine.runner}, {where}", highlight=False)
     table = Table()
@@ -277,6 +286,9 @@ def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult])
         others = sum(len(result.tally.defects) for result in results) - 1
         console.print(f"First finding, of {shown.count} operation pairs like it (other kinds: {others}):\n")
         _print(console, explain(shown.example))
+        acceptance = accepted.get(shown.example.fingerprint)
+        if acceptance is not None:
+            _print(console, f"  accepted until {acceptance.expires}: {acceptance.reason}")
     for result in results:
         for line in _remarks(result):
             _print(console, line)

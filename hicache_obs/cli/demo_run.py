@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache_obs import __version__
-from hicache_obs.agent import Agent, Fanout, RankPipeline
+from hicache_obs.agent import Agent, Fanout, Follower, RankPipeline, WatchedRing
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.tally import Defect, Tally
+from hicache_obs.cli.outputs import Outputs, made_up_traceparent
 from hicache_obs.config import read_setting
 from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
@@ -35,7 +36,7 @@ from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.records import AnyRecord, Direction, Mode, device
+from hicache_obs.records import AnyRecord, DefineSpace, Direction, Mode, PageIds, device
 from hicache_obs.streams import CostModel, open_device
 from hicache_obs.streams.protocol import Device
 
@@ -157,13 +158,17 @@ class ModeResult:
         """The defect to show, ``None`` without findings."""
         return next(iter(self.tally.by_severity()), None)
 
-    def exit_code(self) -> ExitCode:
-        """Findings are expected without fences, and only there; wrong contents always need a finding."""
+    def exit_code(self, accepts: Callable[[str], bool] = lambda _: False) -> ExitCode:
+        """Findings are expected without fences, and only there; wrong contents always need a finding.
+
+        Args:
+            accepts: Whether findings of a fingerprint are expected elsewhere, too. Wrong contents never are.
+        """
         if not self.pairs_checked or self.lost or self.verdicts(Verdict.UNKNOWN):
             return ExitCode.NOTHING_CHECKED
-        surprising = self.unexplained_pages + self.verdicts(Verdict.CONTRADICTION)
+        surprising = self.unexplained_pages + self.tally.unexpected(accepts, (Verdict.CONTRADICTION,))
         if self.fence != "none":
-            surprising += len(self.tally.defects) + self.corrupted_pages + self.wrong_requests
+            surprising += self.tally.unexpected(accepts) + self.corrupted_pages + self.wrong_requests
         return ExitCode.FINDINGS if surprising else ExitCode.CLEAN
 
 
@@ -246,6 +251,7 @@ class DemoRun:
         metrics: Fed live: findings and checks from check runs, fence and transfer costs from cost runs, and what
             watching costs from both.
         board: Gets the findings of the check runs.
+        outputs: Findings of the check runs, and spans of all runs, go there as well.
 
     Raises:
         ConfigError: A setting in the environment is not allowed.
@@ -258,12 +264,14 @@ class DemoRun:
         progress: Progress,
         metrics: Metrics | None = None,
         board: FindingsBoard | None = None,
+        outputs: Outputs | None = None,
     ) -> None:
         self._options = options
         self._progress = progress
         self._metrics = metrics
         self._journal_problem = ""
         self._board = FindingsBoard() if board is None else board
+        self._outputs = outputs
         self._ring_slots = read_setting("ring_slots")[0]
         self._arena_ids = read_setting("arena_ids")[0]
         self._poll_s = read_setting("poll_ms")[0] / 1e3
@@ -332,7 +340,8 @@ class DemoRun:
     def _metrics_sinks(self, *, findings: bool) -> list[AnalysisSink]:
         if self._metrics is None:
             return []
-        return [MetricsSink(self._metrics, findings=findings, costs=not findings)]
+        accepts = self._outputs.accepted.covers if self._outputs is not None else lambda _: False
+        return [MetricsSink(self._metrics, findings=findings, costs=not findings, accepts=accepts)]
 
     def _run(self, engine: Engine, name: str, agent: Agent | None = None) -> None:
         total = len(self._options.requests)
@@ -376,20 +385,21 @@ class DemoRun:
             recorder.define_pool("kv", options.engine.layers)
             observed = RecordedDevice(bare, recorder)
             engine = build_engine(observed, dataclasses.replace(options.engine, fence=fence), options.requests)
-            engine.scheduler.on_alloc = lambda owner, pages: recorder.page_alloc(owner, device(Mode.WRITE, pages))
+            engine.scheduler.on_alloc = self._on_alloc(recorder, fence)
             engine.scheduler.on_discard = recorder.rows_discarded
             engine.scheduler.on_free = lambda owner, pages: recorder.page_free(owner, device(Mode.WRITE, pages))
-            fanout = Fanout(sinks)
+            fanout = Fanout()
             analyzer = Analyzer(fanout)
             shown = self._board.sink(ONLY_RANK, analyzer)
-            if journal:
-                fanout.listen([*sinks, shown])
             writer = None
             if journal and options.journal is not None:
                 writer = _Journal(JournalWriter(options.journal / fence, engine=ENGINE), self._journal_failed)
             reader = RingReader(ring.path)
+            kept = options.journal / fence if journal and options.journal is not None else None
+            followers = self._follow(WatchedRing(ring.path, reader.info, analyzer, kept), fence, check=journal)
+            fanout.listen([*sinks, *([shown] if journal else []), *followers])
             agent = Agent(
-                RankPipeline(reader, analyzer, journal=writer),
+                RankPipeline(reader, analyzer, journal=writer, followers=followers),
                 resolve=recorder.resolve,
                 period_s=self._poll_s,
                 on_spent=self._account(recorder, bare, analyzer),
@@ -402,6 +412,29 @@ class DemoRun:
                 self._show_ring(reader, running=False)
                 ring.close()
                 reader.close()
+
+    def _follow(self, ring: WatchedRing, fence: str, *, check: bool) -> Sequence[Follower]:
+        if self._outputs is None:
+            return ()
+        run = f"{fence}: {'check' if check else 'cost'}"
+        folder = ring.journal or f"DIR/{fence}, after hicache-obs demo --journal DIR with the same options"
+        replay = f"hicache-obs replay {folder}"
+        return self._outputs.follow(ring, events=check, costs=not check, run=run, replay=replay)
+
+    def _on_alloc(self, recorder: Recorder, fence: str) -> Callable[[int, PageIds], None]:
+        """Records who owns pages; with spans, also a trace context for each request, before its first round."""
+        seen: set[int] | None = None
+        if self._outputs is not None and self._outputs.telemetry is not None:
+            seen = set()
+
+        def on_alloc(owner: int, pages: PageIds) -> None:
+            recorder.page_alloc(owner, device(Mode.WRITE, pages))
+            if seen is not None and owner not in seen:
+                seen.add(owner)
+                context = made_up_traceparent(self._options.seed, fence, owner)
+                recorder.define(DefineSpace.REQUEST_TRACE, owner, context)
+
+        return on_alloc
 
     def _journal_failed(self, error: OSError) -> None:
         self._journal_problem = error.strerror or str(error)
@@ -438,6 +471,6 @@ class DemoRun:
         return account
 
 
-def outcome(results: Sequence[ModeResult]) -> ExitCode:
-    """Exit code of the whole demo."""
-    return worst([result.exit_code() for result in results])
+def outcome(results: Sequence[ModeResult], accepts: Callable[[str], bool] = lambda _: False) -> ExitCode:
+    """Exit code of the whole demo; ``accepts`` as in ``ModeResult.exit_code``."""
+    return worst([result.exit_code(accepts) for result in results])

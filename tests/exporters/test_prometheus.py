@@ -23,7 +23,7 @@ from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost, TransferKin
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.catalogue import CATALOGUE, RANK_LABELS, MetricType, Phase, row
 from hicache_obs.exporters.endpoint import serve
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink, negotiate, render
+from hicache_obs.exporters.prometheus import ONLY_RANK, TRACED_NS, Exemplar, Metrics, MetricsSink, negotiate, render
 from hicache_obs.exporters.server import Server
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
 from hicache_obs.records import DropReason, OpId, Ranks
@@ -447,6 +447,51 @@ def test_exemplars_name_the_event_behind_a_number() -> None:
         "op_seconds_bucket 5e-05": ({"transfer": "7"}, 5e-05, NOW_NS / 1e9),
         "transfer_seconds_bucket 5e-05": ({"transfer": "7"}, 4e-05, NOW_NS / 1e9),
     }
+
+
+def test_an_accepted_finding_counts_apart_and_has_no_exemplar() -> None:
+    metrics = Metrics()
+    sink = MetricsSink(metrics, accepts=lambda fingerprint: fingerprint == "HC-latent", now_ns=lambda: NOW_NS)
+    sink.on_finding(finding(Verdict.LATENT))
+    sink.on_finding(finding(Verdict.VIOLATION))
+    of = metrics.rank(ONLY_RANK)
+
+    assert [of.total(n) for n in ("accepted_total", "latent_races_total", "violations_total")] == [1, 0, 1]
+    assert list(exemplars(metrics)) == ["violations_total waw_forward_restore"]
+
+
+TRACED = {"trace_id": "1" * 32, "span_id": "2" * 16}
+
+
+@pytest.mark.parametrize(
+    ("later_ns", "kept"), [(TRACED_NS - 1, TRACED), (TRACED_NS, {"op_id": "635"})], ids=["young", "old"]
+)
+def test_a_delivered_span_stays_the_exemplar_for_a_minute(later_ns: int, kept: dict[str, str]) -> None:
+    metrics, clock = Metrics(), [NOW_NS]
+    sink = MetricsSink(metrics, now_ns=lambda: clock[0])
+    sink.on_fence(FenceCost(OpId(634), RESTORE, 2_000, 1_000))
+    span = Exemplar(TRACED, NOW_NS)
+    metrics.rank(ONLY_RANK).explain("fence_wait_seconds", RESTORE.value, amount=2_000, exemplar=span)
+    assert exemplars(metrics)["fence_wait_seconds_bucket 2.5e-06"] == (TRACED, 2e-06, NOW_NS / 1e9)
+    clock[0] += later_ns
+    sink.on_fence(FenceCost(OpId(635), RESTORE, 2_500, 0))
+
+    assert exemplars(metrics)["fence_wait_seconds_bucket 2.5e-06"][0] == kept
+
+
+@pytest.mark.parametrize(("later_ns", "kept"), [(TRACED_NS - 1, True), (TRACED_NS, False)], ids=["young", "old"])
+def test_a_finding_keeps_its_delivered_span_for_a_minute(later_ns: int, kept: bool) -> None:
+    metrics, clock = Metrics(), [NOW_NS]
+    sink = MetricsSink(metrics, now_ns=lambda: clock[0])
+    sink.on_finding(finding(Verdict.LATENT))
+    hazard = finding(Verdict.LATENT).hazard.value
+    span = Exemplar(TRACED, NOW_NS)
+    metrics.rank(ONLY_RANK).explain("latent_races_total", hazard, amount=1, exemplar=span)
+    clock[0] += later_ns
+    sink.on_finding(finding(Verdict.LATENT))
+
+    labels, value, _ = exemplars(metrics)["latent_races_total waw_forward_restore"]
+    assert (labels, value) == (TRACED if kept else {"fingerprint": "HC-latent"}, 1)
 
 
 AWKWARD = 'a "quoted"\nname \\ with\u2028 everything'

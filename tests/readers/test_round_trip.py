@@ -87,7 +87,6 @@ def histories(draw, min_size=0, max_size=30):
     rows = st.none() | st.sampled_from(draw(st.lists(row_arrays(), min_size=1, max_size=2)))
     round_work = (*work[:-1], st.lists(access, max_size=3).map(tuple), rows)
     define = st.builds(Define, *base, st.sampled_from(DefineSpace), INT64, st.text(max_size=16), INT64)
-    entry = st.integers(63, MAX_NODES - 1), st.integers(IN_ORDER, 2**63 - 1)
     fields = {
         Kernel: round_work,
         Memcpy: (*work, st.sampled_from(Direction)),
