@@ -17,6 +17,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -225,14 +226,18 @@ class _Builder:
         except ValueError as error:
             raise TraceError(f"{self._source}: a time or size is no number: {error}") from None
         note_overlaps(ops, self._facts)
+        # Device rows name no process. A trace is of one process; of several, the one that calls most.
+        threads = [ThreadInfo(_number(process), _number(thread)) for process, thread in self._threads.keys]
+        callers = Counter(threads[index].process for index in calls.thread.tolist())
+        process = callers.most_common(1)[0][0] if callers else 0
         return Profile(
             source=str(self._source),
             facts=self._facts,
             ops=ops,
             calls=calls,
             ranges=ranges,
-            streams=[StreamInfo(0, device, 0, number, None) for device, number in self._streams.keys],
-            threads=[ThreadInfo(_number(process), _number(thread)) for process, thread in self._threads.keys],
+            streams=[StreamInfo(process, device, 0, number, None) for device, number in self._streams.keys],
+            threads=threads,
             names=self._names.keys,
         )
 

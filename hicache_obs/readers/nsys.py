@@ -41,8 +41,7 @@ from hicache_obs.readers.profile import (
     note_overlaps,
 )
 from hicache_obs.readers.tables import ABSENT, Tables, open_tables
-from hicache_obs.recorder.nvtx_ranges import DOMAIN
-from hicache_obs.records import StreamKind
+from hicache_obs.records import NVTX_DOMAIN, StreamKind
 
 _KERNEL: Final = "CUPTI_ACTIVITY_KIND_KERNEL"
 _MEMCPY: Final = "CUPTI_ACTIVITY_KIND_MEMCPY"
@@ -323,7 +322,7 @@ class _Export:
         ours = {
             (int(process[row]), int(domain[row]))
             for row in created.tolist()
-            if (texts[row] or self._strings.get(int(text_id[row]))) == DOMAIN
+            if (texts[row] or self._strings.get(int(text_id[row]))) == NVTX_DOMAIN
         }
         is_range = (kind == _PUSH_POP) | (kind == _START_END)
         self._facts.lost_ranges = bool(len(created)) and not bool(is_range.any())
@@ -336,7 +335,7 @@ class _Export:
             payload = np.where((payload == UNKNOWN) & (values[picked] != ABSENT), values[picked], payload)
         named = [self._names(texts[row] or self._strings.get(int(text_id[row])) or "") for row in rows]
         threads = [self._threads((int(tid[row]) // _PROCESS % _PROCESS, int(tid[row]) % _PROCESS)) for row in rows]
-        domains = np.full(len(picked), self._names(DOMAIN), np.int64)
+        domains = np.full(len(picked), self._names(NVTX_DOMAIN), np.int64)
         return Ranges(start[picked], ends, np.array(threads, np.int64), np.array(named, np.int64), domains, payload)
 
 

@@ -132,7 +132,7 @@ class SqliteTables:
 
 
 class ArrowTables:
-    """A folder with one Parquet or Arrow file per table, as ``nsys export --type parquetdir`` or ``arrowdir`` makes it."""
+    """A folder with one file per table, as ``nsys export --type parquetdir`` or ``arrowdir`` makes it."""
 
     def __init__(self, path: Path, files: dict[str, Path], kind: str) -> None:
         self.source = path
