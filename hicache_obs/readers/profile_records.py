@@ -54,10 +54,6 @@ _DIRECTIONS: Final = {
     OpKind.DEVICE_TO_DEVICE: Direction.DEVICE_TO_DEVICE,
 }
 _BLOCKING: Final = (CallKind.EVENT_SYNC, CallKind.STREAM_SYNC, CallKind.DEVICE_SYNC)
-INCOMING: Final = 0
-"""Page that stands for a device's memory as copies from the host see it; see ``pool_pages``."""
-OUTGOING: Final = 1
-"""The same for copies to the host."""
 
 
 def processes(profile: Profile) -> list[int]:
@@ -67,28 +63,47 @@ def processes(profile: Profile) -> list[int]:
 
 
 def pool_pages(profile: Profile) -> PageSets:
-    """Page sets for a profile without any: two pages per device that stand for all of its memory.
+    """Page sets for a profile without any: one page per copy between host and device, which stands for all memory.
 
-    Copies from the host write the first and copies to the host the second; everything else reads both. So a copy
-    meets all work, and work never meets work, which is none of a cache's business. Order of such a pair implies order
-    of every pair of real pages behind it; a lack of order implies nothing.
+    The copy writes it; on every stream of the device, the last operation issued before the copy and the first one
+    issued after it read it. A stream runs in order, so if those are ordered with the copy then all work is, and with
+    it every pair of real pages. A lack of order implies nothing: the two may touch different pages.
     """
-    incoming, outgoing = page_ids([INCOMING]), page_ids([OUTGOING])
-    both = page_ids([INCOMING, OUTGOING])
-    devices = [stream.device for stream in profile.streams]
-    known: dict[tuple[int, int], tuple[tuple[Access, ...], tuple[int, int]]] = {}
+    ops, calls = profile.ops, profile.calls
+    known = ops.call != UNKNOWN
+    issued = np.where(known, calls.start_ns[ops.call], -1) if len(calls) else np.full(len(ops), -1, np.int64)
+    order = np.lexsort((ops.start_ns, issued)).tolist()
+    devices = [(stream.process, stream.device) for stream in profile.streams]
+    read: dict[int, list[int]] = {}
+    written: dict[int, int] = {}
+    last: dict[tuple[int, int], dict[int, int]] = {}
+    waiting: dict[int, list[int]] = {}
+    kinds, streams = ops.kind.tolist(), ops.stream.tolist()
+    for row in order:
+        kind, stream = kinds[row], streams[row]
+        if kind == OpKind.OTHER_COPY:
+            continue
+        neighbours = last.setdefault(devices[stream], {})
+        for page in waiting.pop(stream, ()):
+            read.setdefault(row, []).append(page)
+        if kind in (OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_HOST):
+            page = written[row] = len(written)
+            for other in neighbours.values():
+                read.setdefault(other, []).append(page)
+            for other, device in enumerate(devices):
+                if device == devices[stream]:
+                    waiting.setdefault(other, []).append(page)
+        neighbours[stream] = row
     found: dict[int, tuple[tuple[Access, ...], tuple[int, int]]] = {}
-    for index, (kind, stream) in enumerate(zip(profile.ops.kind.tolist(), profile.ops.stream.tolist(), strict=True)):
-        device = devices[stream]
-        if (device, kind) not in known:
-            if kind == OpKind.HOST_TO_DEVICE:
-                accesses = [(Mode.WRITE, incoming)]
-            elif kind == OpKind.DEVICE_TO_HOST:
-                accesses = [(Mode.WRITE, outgoing), (Mode.READ, incoming)]
-            else:
-                accesses = [] if kind == OpKind.OTHER_COPY else [(Mode.READ, both)]
-            known[device, kind] = tuple(Access(Space.DEVICE, mode, ids, device) for mode, ids in accesses), ALL_LAYERS
-        found[index] = known[device, kind]
+    for row in order:
+        accesses = []
+        if row in written:
+            accesses.append(Access(Space.DEVICE, Mode.WRITE, page_ids([written[row]])))
+        pages = [page for page in read.get(row, ()) if page != written.get(row)]
+        if pages:
+            accesses.append(Access(Space.DEVICE, Mode.READ, page_ids(sorted(set(pages)))))
+        if accesses:
+            found[row] = tuple(accesses), ALL_LAYERS
     return found
 
 
@@ -148,8 +163,6 @@ class _Writer:
         for number, thread in enumerate(profile.threads):
             if thread.process == self._process:
                 definitions.append(self._define(DefineSpace.THREAD, number, f"thread {thread.number}"))
-        devices = {stream.device for stream in profile.streams if stream.process == self._process}
-        definitions += [self._define(DefineSpace.POOL, device, f"device {device}") for device in sorted(devices)]
         definitions += [self._define(DefineSpace.SITE, site, profile.names[site]) for site in self._sites]
         return make_trace(profile.source, [*definitions, *self._records], labels=self._labels)
 
