@@ -226,6 +226,8 @@ class DemoRun:
         self._options = options
         self._progress = progress
         self._metrics = metrics
+        self._next_op = 0
+        """Runs go on counting: a profile of the process holds every operation id once."""
         self._ring_slots = read_setting("ring_slots")[0]
         self._arena_ids = read_setting("arena_ids")[0]
         self._poll_s = read_setting("poll_ms")[0] / 1e3
@@ -327,7 +329,7 @@ class DemoRun:
             ring = create_ring(
                 "demo", directory=folder, slots=self._ring_slots, arena_words=self._arena_ids, clock=bare.host_ns
             )
-            recorder = Recorder(ring, clock=bare.host_ns)
+            recorder = Recorder(ring, clock=bare.host_ns, first_op=self._next_op)
             recorder.define_engine(ENGINE)
             recorder.define_pool("kv", options.engine.layers)
             observed = RecordedDevice(bare, recorder)
@@ -349,6 +351,7 @@ class DemoRun:
             try:
                 yield engine, agent, analyzer
             finally:
+                self._next_op = recorder.next_op
                 ring.close()
                 reader.close()
 

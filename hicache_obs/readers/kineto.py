@@ -14,19 +14,19 @@ What the format says and does not say, by version (pytorch/kineto and torch.prof
 
 from __future__ import annotations
 
-import gzip
 import os
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 import numpy as np
 from msgspec import Struct, field
 
 from hicache_obs.errors import TraceError
+from hicache_obs.readers.files import require_file
 from hicache_obs.readers.profile import (
     UNKNOWN,
     CallKind,
@@ -43,13 +43,16 @@ from hicache_obs.readers.profile import (
     ThreadInfo,
     call_kind,
     column,
-    note_overlaps,
+    note_facts,
 )
 
 MAX_BYTES: Final = 4 << 30
 """Largest trace that is read, unpacked: reading takes about three times its size in memory."""
-_CHUNK: Final = 1 << 24
+_CHUNK: Final = 1 << 20
+_GZIP_FORMAT: Final = 31
+"""``wbits`` of zlib."""
 _GZIP: Final = b"\x1f\x8b"
+_MAX_US: Final = (1 << 63) // 1000
 _EXACT_FLOAT: Final = float(1 << 42)
 """Microseconds below which a float64 is exact to a nanosecond."""
 CUT_ERROR_NS: Final = 2000
@@ -111,7 +114,6 @@ _COPIES: Final = {
     "PtoP": OpKind.DEVICE_TO_DEVICE,
 }
 _CALL_CATEGORIES: Final = frozenset(("cuda_runtime", "cuda_driver", "Runtime"))
-_LAUNCH_HINTS: Final = ("Launch", "Memcpy", "Memset", "memcpy", "memset")
 
 
 def read_kineto(path: str | os.PathLike[str], *, limit: int = MAX_BYTES) -> Profile:
@@ -123,39 +125,49 @@ def read_kineto(path: str | os.PathLike[str], *, limit: int = MAX_BYTES) -> Prof
     source = Path(path)
     data = _unpack(source, limit)
     file = _decode(source, data, _File)
-    exact = all(type(event.ts) is not float or event.ts < _EXACT_FLOAT for event in file.events)
-    if exact:
+    try:
         return _Builder(source, file).build(file.events)
+    except _LosesDigits:
+        del file
     timed = _decode(source, data, _TimedFile)
     return _Builder(source, timed).build(timed.events)
 
 
-def _unpack(source: Path, limit: int) -> bytes:
+def _unpack(source: Path, limit: int) -> bytes | bytearray:
     try:
+        size = require_file(source)
         with source.open("rb") as file:
             packed = file.read(2) == _GZIP
             file.seek(0)
-            if not packed:
-                size = os.fstat(file.fileno()).st_size
-                if size > limit:
-                    raise TraceError(f"{source}: {size} bytes; at most {limit} are read")
-                return file.read()
-        chunks: list[bytes] = []
-        total = 0
-        with gzip.open(source, "rb") as unpacked:
-            while chunk := unpacked.read(_CHUNK):
-                total += len(chunk)
-                if total > limit:
-                    raise TraceError(f"{source}: unpacks to more than {limit} bytes, which are the most that are read")
-                chunks.append(chunk)
-        return b"".join(chunks)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            if packed:
+                return _gunzip(source, file, limit)
+            if size > limit:
+                raise TraceError(f"{source}: {size} bytes; at most {limit} are read")
+            return file.read(limit)
+    except (EOFError, zlib.error) as error:
         raise TraceError(f"{source}: damaged gzip file ({error})") from None
     except OSError as error:
         raise TraceError(f"{source}: {error.strerror or error}") from None
 
 
-def _decode(source: Path, data: bytes, kind: type[Any]) -> Any:
+def _gunzip(source: Path, file: BinaryIO, limit: int) -> bytearray:
+    """All members of a gzip file; no more than ``limit`` bytes are ever unpacked."""
+    data = bytearray()
+    member = zlib.decompressobj(_GZIP_FORMAT)
+    while chunk := file.read(_CHUNK):
+        while chunk:
+            data += member.decompress(chunk, limit + 1 - len(data))
+            if len(data) > limit:
+                raise TraceError(f"{source}: unpacks to more than {limit} bytes, which are the most that are read")
+            chunk = member.unused_data.lstrip(b"\0") if member.eof else member.unconsumed_tail
+            if member.eof and chunk:
+                member = zlib.decompressobj(_GZIP_FORMAT)
+    if not member.eof:
+        raise EOFError("it ends early")
+    return data
+
+
+def _decode(source: Path, data: bytes | bytearray, kind: type[Any]) -> Any:
     try:
         if data[:64].lstrip()[:1] == b"[":  # the bare list of the same format
             return kind(msgspec.json.decode(data, type=list[_Event] if kind is _File else list[_TimedEvent]))
@@ -168,13 +180,32 @@ def _decode(source: Path, data: bytes, kind: type[Any]) -> Any:
         raise TraceError(f"{source}: not UTF-8 at byte {error.start}") from None
 
 
+class _LosesDigits(Exception):
+    """Times are too large for a float to hold their nanoseconds: they must be decoded as text."""
+
+
 def _ns(values: list[Any]) -> Int64s:
-    """Nanoseconds of microseconds, as decoded: integers, floats that hold them exactly enough, or decimal text."""
-    if values and isinstance(values[0], msgspec.Raw):
+    """Nanoseconds of microseconds, as decoded: integers, floats that hold them exactly, or decimal text.
+
+    Raises:
+        _LosesDigits: Floats that do not.
+        OverflowError: Beyond 64 bits.
+    """
+    if not values:
+        return np.empty(0, np.int64)
+    if isinstance(values[0], msgspec.Raw):
         return column([_text_ns(raw) for raw in values])
-    if all(type(value) is int for value in values):
-        return column(values) * 1000
-    return np.rint(np.array(values, np.float64) * 1000).astype(np.int64)
+    numbers = np.array(values)
+    if numbers.dtype.kind == "i":
+        if int(np.abs(numbers).max()) >= _MAX_US:
+            raise OverflowError
+        return numbers.astype(np.int64, copy=False) * 1000
+    if numbers.dtype.kind != "f":
+        raise OverflowError
+    if not bool((np.abs(numbers) < _EXACT_FLOAT).all()):  # not a number included
+        raise _LosesDigits
+    rounded: Int64s = np.rint(numbers * 1000).astype(np.int64)
+    return rounded
 
 
 def _text_ns(raw: msgspec.Raw) -> int:
@@ -218,18 +249,17 @@ class _Builder:
         try:
             self._facts.error_ns = self._error(work)
             calls, place = self._calls(apis)
-            self._pair(calls, place, [event.args for event in syncs if event.args is not None])
+            # Device rows name no process. A trace is of one process; of several, the one that calls most.
+            processes = Counter(self._threads.keys[thread][0] for thread in calls.thread.tolist())
+            process = _number(processes.most_common(1)[0][0]) if processes else 0
+            gaps = self._pair(calls, place, [event.args for event in syncs if event.args is not None])
             ops = self._ops(work, place)
             ranges = self._ranges(marks)
         except OverflowError:
             raise TraceError(f"{self._source}: an id or time does not fit into 64 bits") from None
         except ValueError as error:
             raise TraceError(f"{self._source}: a time or size is no number: {error}") from None
-        note_overlaps(ops, self._facts)
-        # Device rows name no process. A trace is of one process; of several, the one that calls most.
-        threads = [ThreadInfo(_number(process), _number(thread)) for process, thread in self._threads.keys]
-        callers = Counter(threads[index].process for index in calls.thread.tolist())
-        process = callers.most_common(1)[0][0] if callers else 0
+        note_facts(ops, calls, self._facts)
         return Profile(
             source=str(self._source),
             facts=self._facts,
@@ -237,8 +267,9 @@ class _Builder:
             calls=calls,
             ranges=ranges,
             streams=[StreamInfo(process, device, 0, number, None) for device, number in self._streams.keys],
-            threads=threads,
+            threads=[ThreadInfo(_number(process), _number(thread)) for process, thread in self._threads.keys],
             names=self._names.keys,
+            gaps=[(process, correlation) for correlation in sorted(gaps)],
         )
 
     def _error(self, events: list[_Event]) -> int:
@@ -260,8 +291,7 @@ class _Builder:
         for event in events:
             name = event.name
             if name not in kinds:
-                launches = any(hint in name for hint in _LAUNCH_HINTS)
-                kinds[name] = call_kind(name) or (CallKind.LAUNCH if launches else None)
+                kinds[name] = call_kind(name)
             kind = kinds[name]
             if kind is not None and event.args is not None and event.args.correlation is not None:
                 kept.append(event)
@@ -272,7 +302,7 @@ class _Builder:
         unknown = np.full(len(kept), UNKNOWN, np.int64)
         calls = Calls(
             start_ns=start,
-            end_ns=end,
+            end_ns=np.maximum(end, start),
             thread=column([threads((event.pid, event.tid)) for event in kept]),
             kind=column(found),
             correlation=column(correlation),  # type: ignore[arg-type]
@@ -280,7 +310,20 @@ class _Builder:
             stream=unknown.copy(),
             record=np.full(len(kept), Pairing.NOT_APPLICABLE, np.int64),
         )
-        return calls, {value: index for index, value in enumerate(correlation)}  # type: ignore[misc]
+        place: dict[int, int] = {value: index for index, value in enumerate(correlation)}  # type: ignore[misc]
+        if len(place) < len(kept):
+            self._facts.mixed_ids = self._remove_mixed(kept, place)
+        return calls, place
+
+    def _remove_mixed(self, kept: list[_Event], place: dict[int, int]) -> int:
+        """Forget ids that several processes used: device rows name no process, so nobody knows whose they are."""
+        users: dict[int, set[int | str | None]] = {}
+        for event in kept:
+            users.setdefault(event.args.correlation, set()).add(event.pid)  # type: ignore[union-attr, arg-type]
+        mixed = [value for value, pids in users.items() if len(pids) > 1]
+        for value in mixed:
+            del place[value]
+        return len(mixed)
 
     def _ops(self, events: list[_Event], place: dict[int, int]) -> Ops:
         events = [event for event in events if event.args is not None]
@@ -300,7 +343,6 @@ class _Builder:
         streams, names = self._streams, self._names
         correlation = [UNKNOWN if a.correlation is None else a.correlation for a in args]
         launched = column([place.get(value, UNKNOWN) for value in correlation])
-        self._facts.outside = int((launched == UNKNOWN).sum())
         return Ops(
             start_ns=start,
             end_ns=end,
@@ -320,9 +362,13 @@ class _Builder:
         names = column([self._names(event.name) for event in events])
         return Ranges(start, end, threads, names, unknown, unknown.copy())
 
-    def _pair(self, calls: Calls, place: dict[int, int], syncs: list[_Args]) -> None:
-        """Give waits, queries and synchronisations what their ``cuda_sync`` rows say."""
+    def _pair(self, calls: Calls, place: dict[int, int], syncs: list[_Args]) -> set[int]:
+        """Give waits, queries and synchronisations what their ``cuda_sync`` rows say.
+
+        Returns the correlation ids of rows whose call is not in the file.
+        """
         facts = self._facts
+        gaps: set[int] = set()
         kinds = calls.kind
         needs = np.isin(kinds, (CallKind.STREAM_WAIT, CallKind.EVENT_QUERY, CallKind.EVENT_SYNC))
         calls.record[needs] = Pairing.NO_ROW
@@ -336,6 +382,8 @@ class _Builder:
             facts.sync_rows += 1
             facts.sync_table = True
             if index is None:
+                if row.correlation is not None:
+                    gaps.add(row.correlation)
                 continue
             kind = CallKind(int(kinds[index]))
             device = row.device or 0
@@ -343,6 +391,7 @@ class _Builder:
                 calls.stream[index] = self._streams((device, row.stream))
             if kind in (CallKind.STREAM_WAIT, CallKind.EVENT_QUERY, CallKind.EVENT_SYNC):
                 calls.record[index] = self._record(calls, place, row, first, device)
+        return gaps
 
     def _record(self, calls: Calls, place: dict[int, int], row: _Args, first: int, device: int) -> int:
         assert row.correlation is not None

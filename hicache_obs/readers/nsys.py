@@ -16,10 +16,13 @@ What differs between versions, and what is relied on instead (seen in exports of
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_obs.errors import TraceError
 from hicache_obs.readers.profile import (
@@ -38,7 +41,7 @@ from hicache_obs.readers.profile import (
     ThreadInfo,
     call_kind,
     find_keys,
-    note_overlaps,
+    note_facts,
 )
 from hicache_obs.readers.tables import ABSENT, Tables, open_tables
 from hicache_obs.records import NVTX_DOMAIN, StreamKind
@@ -103,7 +106,7 @@ class _Export:
         self._streams = Interner()
         self._threads = Interner()
         self._names = Interner()
-        self._contexts: dict[tuple[int, int], int] = {}
+        self._gaps: set[tuple[int, int]] = set()
         ids = tables.numbers("StringIds", ["id"])[0].tolist()
         self._strings = dict(zip(ids, tables.texts("StringIds", "value"), strict=False))
 
@@ -114,16 +117,16 @@ class _Export:
         keys = self._keys(self._call_process, calls.correlation)
         self._pair(calls, keys)
         ops = self._ops(keys)
-        self._facts.outside = int((ops.call == UNKNOWN).sum())
         ranges = self._ranges()
-        note_overlaps(ops, self._facts)
+        note_facts(ops, calls, self._facts)
         kinds = self._stream_kinds()
         streams = [
             StreamInfo(self._processes.keys[p], d, c, n, kinds.get((self._processes.keys[p], c, n)))
             for p, d, c, n in self._streams.keys
         ]
         threads = [ThreadInfo(process, thread) for process, thread in self._threads.keys]
-        return Profile(str(self._tables.source), self._facts, ops, calls, ranges, streams, threads, self._names.keys)
+        source, names = str(self._tables.source), self._names.keys
+        return Profile(source, self._facts, ops, calls, ranges, streams, threads, names, sorted(self._gaps))
 
     def _version(self) -> None:
         for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
@@ -143,10 +146,7 @@ class _Export:
         )
         kind_of = {}
         for key in np.unique(name).tolist():
-            text = self._strings.get(key) or ""
-            what = call_kind(text)
-            if what is None and any(hint in text for hint in ("Launch", "Memcpy", "Memset")):
-                what = CallKind.LAUNCH
+            what = call_kind(self._strings.get(key) or "")
             kind_of[key] = UNKNOWN if what is None else int(what)
         names, inverse = np.unique(name, return_inverse=True)
         kinds = np.array([kind_of[key] for key in names.tolist()], np.int64)[inverse] if len(names) else name
@@ -197,6 +197,8 @@ class _Export:
         facts.record_rows = len(event)
         known = record_call != UNKNOWN
         calls.stream[record_call[known]] = self._stream(process, device, context, stream)[known]
+        self._note_gaps(process[~known], correlation[~known])
+        unseen = self._records_without_row(calls, record_call[known])
         if "timestamp" in tables.columns(_EVENT) and len(event):
             facts.event_trace = bool((tables.numbers(_EVENT, ["timestamp"])[0] > 0).any())
 
@@ -204,13 +206,28 @@ class _Export:
         facts.sync_table, facts.sync_rows = bool(tables.columns(_SYNC)), len(event)
         process = self._process(pid)
         index = find_keys(keys, self._keys(process, correlation))
+        self._note_gaps(process[index == UNKNOWN], correlation[index == UNKNOWN])
         named = (index != UNKNOWN) & (stream >= 0) & (stream != _NO_ID)
         of_stream = named & np.isin(calls.kind[index], (CallKind.STREAM_WAIT, CallKind.STREAM_SYNC))
-        rows = (values[of_stream] for values in (process, device, context, stream))
-        calls.stream[index[of_stream]] = self._stream(*rows)
+        named_rows = (values[of_stream] for values in (process, device, context, stream))
+        calls.stream[index[of_stream]] = self._stream(*named_rows)
         of_event = (index != UNKNOWN) & waits[index]
-        found = _records_of((process, context, event, correlation, sync_id), of_event, record_keys, record_call)
-        calls.record[index[of_event]] = found
+        rows = process, context, event, correlation, sync_id
+        calls.record[index[of_event]] = _records_of(rows, of_event, record_keys, record_call, unseen)
+
+    def _note_gaps(self, process: Int64s, correlation: Int64s) -> None:
+        """Rows of ``process`` with these correlation ids belong to calls that are not in the file."""
+        names = self._processes.keys
+        self._gaps.update((names[p], c) for p, c in zip(process.tolist(), correlation.tolist(), strict=True))
+
+    def _records_without_row(self, calls: Calls, known: Int64s) -> dict[int, list[int]]:
+        """By process: correlation ids, ascending, of event records of which the file does not say what they record."""
+        missing = calls.kind == CallKind.EVENT_RECORD
+        missing[known] = False
+        found: dict[int, list[int]] = {}
+        for row in np.flatnonzero(missing).tolist():
+            found.setdefault(int(self._call_process[row]), []).append(int(calls.correlation[row]))
+        return {process: sorted(ids) for process, ids in found.items()}
 
     # -- device operations -----------------------------------------------------------------------------------
 
@@ -343,8 +360,18 @@ _EventKeys = tuple[Int64s, Int64s, Int64s, Int64s, Int64s]
 """Process, context, event id, correlation id, sync id."""
 
 
-def _records_of(rows: _EventKeys, wanted: np.ndarray, records: _EventKeys, record_call: Int64s) -> Int64s:
-    """For each wanted synchronisation row: its record call, or why there is none."""
+def _records_of(
+    rows: _EventKeys,
+    wanted: npt.NDArray[np.bool_],
+    records: _EventKeys,
+    record_call: Int64s,
+    unseen: Mapping[int, list[int]],
+) -> Int64s:
+    """For each wanted synchronisation row: its record call, or why there is none.
+
+    A record in ``unseen`` (see ``_records_without_row``) between the two may be of the same event and replace the one
+    that was found: then nobody knows.
+    """
     by_sync: dict[tuple[int, int], int] = {}
     by_event: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     columns = [column.tolist() for column in (*records, record_call)]
@@ -361,7 +388,9 @@ def _records_of(rows: _EventKeys, wanted: np.ndarray, records: _EventKeys, recor
         else:
             for recorded, candidate in reversed(by_event.get((process, context, event), ())):
                 if recorded < correlation:
-                    call = candidate
+                    others = unseen.get(process, [])
+                    if bisect_right(others, recorded) == bisect_left(others, correlation):
+                        call = candidate
                     break
         found.append(Pairing.UNRESOLVED if call == UNKNOWN else call)
     return np.array(found, np.int64)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from hicache_obs.readers.profile import UNKNOWN, CallKind, OpKind, Pairing, Profile
+
+
+_ORDERING: Final = (CallKind.STREAM_WAIT, CallKind.EVENT_SYNC, CallKind.STREAM_SYNC, CallKind.DEVICE_SYNC)
 
 
 class Level(enum.Enum):
@@ -47,6 +51,7 @@ class Counts:
     waits: int
     waits_paired: int
     queries: int
+    queries_paired: int
     event_syncs: int
     event_syncs_paired: int
     stream_syncs: int
@@ -66,11 +71,13 @@ def count_syncs(profile: Profile) -> Counts:
 
     waits, waits_paired = paired(CallKind.STREAM_WAIT)
     syncs, syncs_paired = paired(CallKind.EVENT_SYNC)
+    queries, queries_paired = paired(CallKind.EVENT_QUERY)
     needs = calls.record[np.isin(calls.kind, (CallKind.STREAM_WAIT, CallKind.EVENT_SYNC))]
     return Counts(
         waits=waits,
         waits_paired=waits_paired,
-        queries=int((calls.kind == CallKind.EVENT_QUERY).sum()),
+        queries=queries,
+        queries_paired=queries_paired,
         event_syncs=syncs,
         event_syncs_paired=syncs_paired,
         stream_syncs=int((calls.kind == CallKind.STREAM_SYNC).sum()),
@@ -103,7 +110,28 @@ def level(profile: Profile) -> Level:
         return Level.UNDECIDABLE
     counts = count_syncs(profile)
     resolved = counts.waits == counts.waits_paired and counts.event_syncs == counts.event_syncs_paired
-    return Level.PROVABLE if resolved and not profile.facts.same_stream_overlaps else Level.OBSERVABLE
+    hidden = profile.facts.same_stream_overlaps or _nothing_traced(profile) or blind_spots(profile)
+    return Level.PROVABLE if resolved and not hidden else Level.OBSERVABLE
+
+
+def blind_spots(profile: Profile) -> tuple[str, ...]:
+    """What ran and is not in the file, or cannot be told apart in it: in words, empty if nothing is known of.
+
+    A race may be in what is not seen, so a file with any of these is never clean.
+    """
+    facts = profile.facts
+    found = [
+        (facts.unseen, "launches whose device operation is missing"),
+        (facts.graph_rows, "graph replays without their contents"),
+        (facts.mixed_ids, "correlation ids that calls of several processes share"),
+    ]
+    return tuple(f"{count:,} {text}" for count, text in found if count)
+
+
+def _nothing_traced(profile: Profile) -> bool:
+    """Several streams worked and nobody ever waited for another: the calls that wait were not recorded."""
+    streams = len(np.unique(profile.ops.stream))
+    return streams > 1 and not profile.facts.sync_rows and not np.isin(profile.calls.kind, _ORDERING).any()
 
 
 def _operations(profile: Profile) -> Check:
@@ -116,20 +144,31 @@ def _operations(profile: Profile) -> Check:
         )
     if facts.dropped:
         text += f"; {facts.dropped} without usable times"
+    if facts.unseen:
+        text += f"; {facts.unseen} launches without their operation"
     if facts.outside:
         text += f"; {facts.outside} launched before the file begins"
     if facts.batch_copies:
         text += f"; {facts.batch_copies} rows stand for several copies"
-    return Check("operations", not facts.dropped, text, "record in shorter sections" if facts.dropped else "")
+    good = not facts.dropped and not facts.unseen and not facts.mixed_ids
+    return Check("operations", good, text, "" if good else "record in shorter sections, one process per file")
 
 
 def _sync_source(profile: Profile) -> Check:
     facts = profile.facts
-    ordering = np.isin(profile.calls.kind, (CallKind.STREAM_WAIT, CallKind.EVENT_SYNC, CallKind.STREAM_SYNC))
-    calls = int(ordering.sum())
+    calls = int(np.isin(profile.calls.kind, _ORDERING).sum())
     text = f"{facts.sync_rows} synchronisation rows for {calls} waits and synchronisations"
-    if not calls or facts.sync_rows:
+    nothing = _nothing_traced(profile)
+    if nothing:
+        text += ", although several streams work: such calls were not recorded"
+    if not nothing and (not calls or facts.sync_rows):
         return Check("sync source", True, text)
+    if "HIP" in facts.producer:
+        return Check("sync source", False, text, "AMD traces have none: bring the journal of the same run (--journal)")
+    if facts.producer.startswith("Nsight"):
+        return Check(
+            "sync source", False, text, "record with nsys -t cuda,nvtx, and export without --times or --tables"
+        )
     advice = "torch.profiler: experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True)"
     return Check("sync source", False, text, advice)
 

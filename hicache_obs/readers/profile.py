@@ -48,7 +48,11 @@ class CallKind(enum.IntEnum):
     STREAM_SYNC = 5
     DEVICE_SYNC = 6
     STREAM_QUERY = 7
+    BLOCKING_COPY = 8
+    """Launches a copy, and may have waited for it."""
 
+
+LAUNCHING: Final = (CallKind.LAUNCH, CallKind.BLOCKING_COPY)
 
 _SUFFIXES: Final = {
     "EventRecord": CallKind.EVENT_RECORD,
@@ -64,19 +68,22 @@ _SUFFIXES: Final = {
 }
 CALLS: Final = {prefix + suffix: kind for suffix, kind in _SUFFIXES.items() for prefix in ("cuda", "cu", "hip")}
 """API calls that record, wait or synchronise, by name without version suffix. Everything else can only launch."""
+_LAUNCH_HINTS: Final = ("Launch", "Memcpy", "Memset")
 
 
 def call_kind(name: str) -> CallKind | None:
-    """What API call ``name`` does; ``None`` if it can do no more than launch.
+    """What API call ``name`` does; ``None`` if it neither orders nor launches anything.
 
     Names of an export end in ``_v3020`` and the like, and per-thread default-stream variants in ``_ptsz`` or
-    ``_ptds``; neither changes what the call does.
+    ``_ptds``; neither changes what the call does. A copy that is not asynchronous may wait for its end.
     """
-    kind = CALLS.get(name)
-    if kind is None:
-        base = name.split("_", 1)[0]
-        kind = CALLS.get(base)
-    return kind
+    base = name.split("_", 1)[0]
+    kind = CALLS.get(base)
+    if kind is not None:
+        return kind
+    if base.endswith("LaunchHostFunc") or not any(hint in base for hint in _LAUNCH_HINTS):
+        return None  # a host function is no device operation
+    return CallKind.BLOCKING_COPY if "Memcpy" in base and "Async" not in base else CallKind.LAUNCH
 
 
 @dataclass(slots=True)
@@ -216,6 +223,8 @@ class Facts:
         event_trace: The tool's event tracing was on, which can serialise streams; ``None`` if the file does not say.
         batch_copies: Copy rows that stand for several copies.
         outside: Device operations whose launch is not in the file.
+        unseen: Launches whose operation is not in the file.
+        mixed_ids: Correlation ids that calls of several processes share, where device rows name no process.
         messages: What the profiler itself complained about.
     """
 
@@ -233,12 +242,19 @@ class Facts:
     event_trace: bool | None = None
     batch_copies: int = 0
     outside: int = 0
+    unseen: int = 0
+    mixed_ids: int = 0
     messages: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Profile:
-    """One profiler file. Index columns refer to the lists here."""
+    """One profiler file. Index columns refer to the lists here.
+
+    Attributes:
+        gaps: Process and correlation id of records, waits and synchronisations that left a row of their own but whose
+            call is not in the file: an order may be missing there.
+    """
 
     source: str
     facts: Facts
@@ -248,6 +264,7 @@ class Profile:
     streams: list[StreamInfo]
     threads: list[ThreadInfo]
     names: list[str]
+    gaps: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Interner:
@@ -287,15 +304,34 @@ def find_keys(keys: Int64s, wanted: Int64s) -> Int64s:
     return np.where(sorted_keys[place] == wanted, order[place], UNKNOWN).astype(np.int64)
 
 
-def note_overlaps(ops: Ops, facts: Facts) -> None:
-    """Count same-stream neighbours that overlap: in launch order, against the latest end so far."""
+def overlaps(ops: Ops, error_ns: int) -> tuple[Int64s, Int64s]:
+    """Operations that began before what their stream launched earlier had ended: their rows, and by how much.
+
+    Entries of one graph replay may overlap each other and are not counted.
+    """
+    rows: list[Int64s] = []
+    by: list[Int64s] = []
+    timed = (ops.start_ns != UNKNOWN) & (ops.correlation != UNKNOWN)
     for stream in np.unique(ops.stream):
-        mine = np.flatnonzero(ops.stream == stream)
+        mine = np.flatnonzero((ops.stream == stream) & timed)
         mine = mine[np.lexsort((ops.start_ns[mine], ops.correlation[mine]))]
         ends = np.maximum.accumulate(ops.end_ns[mine])
         late = ends[:-1] - ops.start_ns[mine][1:]
-        graph = ops.correlation[mine][1:] == ops.correlation[mine][:-1]  # entries of one replay may overlap
-        over = late[(late > facts.error_ns) & ~graph]
-        facts.same_stream_overlaps += len(over)
-        if len(over):
-            facts.overlap_ns = max(facts.overlap_ns, int(over.max()))
+        graph = ops.correlation[mine][1:] == ops.correlation[mine][:-1]
+        over = (late > error_ns) & ~graph
+        rows.append(mine[1:][over])
+        by.append(late[over])
+    if not rows:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    return np.concatenate(rows), np.concatenate(by)
+
+
+def note_facts(ops: Ops, calls: Calls, facts: Facts) -> None:
+    """Fill in what every reader counts in the same way."""
+    _, by = overlaps(ops, facts.error_ns)
+    facts.same_stream_overlaps, facts.overlap_ns = len(by), int(by.max(initial=0))
+    facts.outside = int((ops.call == UNKNOWN).sum())
+    launched = np.zeros(len(calls) + 1, bool)
+    launched[ops.call] = True  # the place behind the last call is for UNKNOWN
+    may_run = np.isin(calls.kind, LAUNCHING) & ((calls.result == 0) | (calls.result == UNKNOWN))
+    facts.unseen = int((may_run & ~launched[:-1]).sum())

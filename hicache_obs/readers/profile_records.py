@@ -1,20 +1,29 @@
 """``profile_trace``: the records of a profile, so that the analyzer can judge it like any other trace.
 
 Every record call becomes an event of its own, because a profiler says which record a wait refers to: that is the
-snapshot a wait takes, even if the event object is recorded again and again. Blocking calls count from their return.
-Where the profile does not say what a call waited for, an order may be missing (``DropReason.EDGE``): pairs from
-before it that look unordered are then ``unknown``, never a finding. Hand-overs between host threads are in no
-profile; a pair that two threads issued is doubtful in the same way wherever a thread could have learned something.
+snapshot a wait takes, even if the event object is recorded again and again. A blocking call stands where it was
+begun: what other threads queue until it returns, it need not have waited for, and its own thread does nothing else.
+
+Where the profile does not say what a call waited for, or whether it waited, an order may be missing
+(``DropReason.EDGE``): pairs from before it that look unordered are then ``unknown``, never a finding (``Doubt`` has the
+reasons). An order that is not sure is never made up:
+
+* hand-overs between host threads are in no profile, so what one thread has learned another may know;
+* an operation whose launch is missing has its place in its stream by its correlation id, and no issuing thread;
+* neighbours of a stream that overlap show that its order is not what it seems: kernels then may start early
+  (programmatic dependent launch), and a stream in which something else does so keeps no order at all;
+* entries of one graph replay are one operation; a replay seen on several streams is in none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import enum
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import numpy as np
 
-from hicache_obs.readers.profile import UNKNOWN, CallKind, Calls, OpKind, Ops, Pairing, Profile
+from hicache_obs.readers.profile import UNKNOWN, CallKind, Calls, OpKind, Ops, Pairing, Profile, overlaps
 from hicache_obs.records import (
     ALL_LAYERS,
     NO_OP,
@@ -41,19 +50,31 @@ from hicache_obs.records import (
     StreamKind,
     ThreadId,
     Times,
-    page_ids,
 )
 from hicache_obs.trace import Trace, make_trace
 
 PageSets = Mapping[int, tuple[tuple[Access, ...], tuple[int, int]]]
 """By index of a device operation: what it touches, and its layers."""
 
+NOBODY: Final = ThreadId(-1)
+"""Issues operations whose launch is not in the file. It never learns anything."""
 _DIRECTIONS: Final = {
     OpKind.HOST_TO_DEVICE: Direction.HOST_TO_DEVICE,
     OpKind.DEVICE_TO_HOST: Direction.DEVICE_TO_HOST,
     OpKind.DEVICE_TO_DEVICE: Direction.DEVICE_TO_DEVICE,
 }
-_BLOCKING: Final = (CallKind.EVENT_SYNC, CallKind.STREAM_SYNC, CallKind.DEVICE_SYNC)
+
+
+class Doubt(enum.Enum):
+    """Why an order may be missing from some point of a profile on."""
+
+    WAIT = "a wait or synchronisation whose other side the file does not name"
+    QUERY = "a query whose answer the file does not have"
+    THREAD = "another host thread may have passed on what it had learned"
+    LAUNCH = "an operation whose launch the file does not have"
+    DEVICE = "a device synchronisation, in a process that uses several devices"
+    COPY = "a copy call that may have blocked until the copy was over"
+    GRAPH = "a graph that replays on several streams"
 
 
 def processes(profile: Profile) -> list[int]:
@@ -62,66 +83,29 @@ def processes(profile: Profile) -> list[int]:
     return sorted(found | {profile.threads[index].process for index in np.unique(profile.calls.thread).tolist()})
 
 
-def pool_pages(profile: Profile) -> PageSets:
-    """Page sets for a profile without any: one page per copy between host and device, which stands for all memory.
-
-    The copy writes it; on every stream of the device, the last operation issued before the copy and the first one
-    issued after it read it. A stream runs in order, so if those are ordered with the copy then all work is, and with
-    it every pair of real pages. A lack of order implies nothing: the two may touch different pages.
-    """
-    ops, calls = profile.ops, profile.calls
-    known = ops.call != UNKNOWN
-    issued = np.where(known, calls.start_ns[ops.call], -1) if len(calls) else np.full(len(ops), -1, np.int64)
-    order = np.lexsort((ops.start_ns, issued)).tolist()
-    devices = [(stream.process, stream.device) for stream in profile.streams]
-    read: dict[int, list[int]] = {}
-    written: dict[int, int] = {}
-    last: dict[tuple[int, int], dict[int, int]] = {}
-    waiting: dict[int, list[int]] = {}
-    kinds, streams = ops.kind.tolist(), ops.stream.tolist()
-    for row in order:
-        kind, stream = kinds[row], streams[row]
-        if kind == OpKind.OTHER_COPY:
-            continue
-        neighbours = last.setdefault(devices[stream], {})
-        for page in waiting.pop(stream, ()):
-            read.setdefault(row, []).append(page)
-        if kind in (OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_HOST):
-            page = written[row] = len(written)
-            for other in neighbours.values():
-                read.setdefault(other, []).append(page)
-            for other, device in enumerate(devices):
-                if device == devices[stream]:
-                    waiting.setdefault(other, []).append(page)
-        neighbours[stream] = row
-    found: dict[int, tuple[tuple[Access, ...], tuple[int, int]]] = {}
-    for row in order:
-        accesses = []
-        if row in written:
-            accesses.append(Access(Space.DEVICE, Mode.WRITE, page_ids([written[row]])))
-        pages = [page for page in read.get(row, ()) if page != written.get(row)]
-        if pages:
-            accesses.append(Access(Space.DEVICE, Mode.READ, page_ids(sorted(set(pages)))))
-        if accesses:
-            found[row] = tuple(accesses), ALL_LAYERS
-    return found
-
-
 def profile_trace(profile: Profile, pages: PageSets, *, process: int | None = None) -> Trace:
     """The trace of one process of a profile, in the order its calls were issued.
 
+    An operation's id is its index in ``profile.ops``; a graph replay has that of its first entry.
+
     Args:
         profile: What a reader gave.
-        pages: What each operation touches; one that is missing touches nothing.
+        pages: What each operation touches; one that is missing touches nothing and is left out where it may be.
         process: Which process; may be left out if there is only one.
     """
     if process is None:
         process = next(iter(processes(profile)), 0)
-    return _Writer(profile, pages, process).write()
+    return ProfileWriter(profile, pages, process).trace
 
 
-class _Writer:
-    """Puts one process's calls and operations into records."""
+class ProfileWriter:
+    """Puts one process's calls and operations into records.
+
+    Attributes:
+        doubts: Position in the trace and reason of every place where an order may be missing.
+        detached: Rows of operations that are in no stream's order.
+        trace: The records, definitions first.
+    """
 
     def __init__(self, profile: Profile, pages: PageSets, process: int) -> None:
         self._profile = profile
@@ -131,13 +115,23 @@ class _Writer:
         self._labels: dict[OpId, str] = {}
         self._sites: dict[int, None] = {}
         self._error_ns = profile.facts.error_ns
-        calls = profile.calls
-        own_threads = [thread.process == process for thread in profile.threads]
-        self._mine = [index for index, thread in enumerate(calls.thread.tolist()) if own_threads[thread]]
-        self._launched = self._operations_by_call()
-        self._referenced = {record for record in calls.record.tolist() if record >= 0}
+        self._devices = {(s.device, s.context) for s in profile.streams if s.process == process}
+        kinds = {number: s.kind for number, s in enumerate(profile.streams) if s.process == process}
+        # The implicit order with the default stream is one of each device: with several it is not modelled.
+        self._legacy = {number for number, kind in kinds.items() if kind is StreamKind.LEGACY and self._several}
+        self._referenced = {record for record in profile.calls.record.tolist() if record >= 0}
+        self._learned: dict[int, int] = {}
+        """By thread: number of the newest thing it learned."""
+        self._told: dict[int, int] = {}
+        """By thread: the newest number of another thread that a doubt covers."""
+        self._lessons = 0
+        self._graph_stream: StreamId | None = None
+        self.doubts: list[tuple[int, Doubt]] = []
+        self.issued = Issued(profile, process)
+        self._find_broken_streams()
         self._handlers: dict[CallKind, Callable[[int, Calls], None]] = {
             CallKind.LAUNCH: self._launch,
+            CallKind.BLOCKING_COPY: self._blocking_copy,
             CallKind.EVENT_RECORD: self._record,
             CallKind.STREAM_WAIT: self._wait,
             CallKind.EVENT_QUERY: self._query,
@@ -146,62 +140,108 @@ class _Writer:
             CallKind.DEVICE_SYNC: self._device_sync,
             CallKind.STREAM_QUERY: self._stream_query,
         }
+        self.trace = self._write()
 
-    def write(self) -> Trace:
-        """All records, definitions first."""
+    def _find_broken_streams(self) -> None:
+        """Streams whose order the device times contradict, and the operations that therefore have no place."""
+        profile, ops = self._profile, self._profile.ops
+        rows, _ = overlaps(ops, self._error_ns)
+        kernels = ops.kind[rows] == OpKind.KERNEL
+        self._broken = set(ops.stream[rows[~kernels]].tolist())
+        self._early = set(ops.stream[rows[kernels]].tolist()) - self._broken
+        several = {
+            row
+            for replay in self.issued.replays.values()
+            if len({int(ops.stream[r]) for r in replay}) > 1
+            for row in replay
+        }
+        unplaced = [row for row in self.issued.orphans if ops.correlation[row] == UNKNOWN]
+        broken = np.flatnonzero(np.isin(ops.stream, list(self._broken))).tolist() if self._broken else []
+        mine = self._process
+        self.detached = {r for r in [*several, *unplaced, *broken] if profile.streams[ops.stream[r]].process == mine}
+
+    def _write(self) -> Trace:
         profile, calls = self._profile, self._profile.calls
-        kinds = calls.kind
-        moment = np.where(np.isin(kinds, _BLOCKING), calls.end_ns, calls.start_ns)
-        self._orphans()
-        for index in sorted(self._mine, key=lambda i: (int(moment[i]), i)):
-            self._handlers[CallKind(int(kinds[index]))](index, calls)
-        definitions: list[AnyRecord] = [self._define(DefineSpace.ENGINE, 0, profile.facts.producer)]
+        definitions = self._definitions()
+        for what, index in self.issued:
+            if what is What.CALL:
+                self._hear(int(calls.thread[index]), int(calls.start_ns[index]))
+                if calls.result[index] in (0, UNKNOWN):  # a call that failed did nothing
+                    self._handlers[CallKind(int(calls.kind[index]))](index, calls)
+            elif what is What.GAP:
+                self._doubt(Doubt.WAIT, NOBODY, 0)
+            else:
+                self._orphan(index)
+        sites = [self._define(DefineSpace.SITE, site, profile.names[site]) for site in self._sites]
+        early = [self._define(DefineSpace.EARLY_SITE, site, profile.names[site]) for site in self._early_sites()]
+        first = [*definitions, *sites, *early]
+        self.doubts = [(position + len(first), doubt) for position, doubt in self.doubts]
+        return make_trace(profile.source, [*first, *self._records], labels=self._labels)
+
+    def _definitions(self) -> list[AnyRecord]:
+        profile = self._profile
+        found: list[AnyRecord] = [self._define(DefineSpace.ENGINE, 0, profile.facts.producer)]
         for number, stream in enumerate(profile.streams):
             if stream.process == self._process:
-                kind = StreamKind.NONBLOCKING if stream.kind is None else stream.kind
-                definitions.append(self._define(DefineSpace.STREAM, number, stream.text, kind))
+                kind = StreamKind.NONBLOCKING if stream.kind is None or self._several else stream.kind
+                found.append(self._define(DefineSpace.STREAM, number, stream.text, kind))
         for number, thread in enumerate(profile.threads):
             if thread.process == self._process:
-                definitions.append(self._define(DefineSpace.THREAD, number, f"thread {thread.number}"))
-        definitions += [self._define(DefineSpace.SITE, site, profile.names[site]) for site in self._sites]
-        return make_trace(profile.source, [*definitions, *self._records], labels=self._labels)
+                found.append(self._define(DefineSpace.THREAD, number, f"thread {thread.number}"))
+        return found
 
-    def _operations_by_call(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for index, call in enumerate(self._profile.ops.call.tolist()):
-            if call != UNKNOWN:
-                found.setdefault(call, []).append(index)
+    def _early_sites(self) -> list[int]:
+        """Names of all kernels of streams in which a kernel began before its predecessor had ended."""
+        ops = self._profile.ops
+        rows = np.isin(ops.stream, list(self._early)) & (ops.kind == OpKind.KERNEL)
+        found: list[int] = np.unique(ops.name[rows]).tolist()
         return found
 
     def _define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> Define:
         return Define(NO_OP, ThreadId(0), 0, space, number, text, value)
 
-    def _doubt(self, thread: int, at_ns: int) -> None:
+    def _doubt(self, reason: Doubt, thread: int, at_ns: int) -> None:
+        if self.doubts and self.doubts[-1] == (len(self._records) - 1, reason):
+            return  # nothing has happened since the last one
+        self.doubts.append((len(self._records), reason))
         self._records.append(Lost(NO_OP, ThreadId(thread), at_ns, 1, DropReason.EDGE))
 
     def _head(self, index: int) -> tuple[OpId, ThreadId, int]:
         calls = self._profile.calls
         return NO_OP, ThreadId(int(calls.thread[index])), int(calls.start_ns[index])
 
+    def _learn(self, thread: int) -> None:
+        """``thread`` knows of something that is over."""
+        self._lessons += 1
+        self._learned[thread] = self._lessons
+
+    def _hear(self, thread: int, at_ns: int) -> None:
+        """``thread`` calls; what other threads have learned so far it may have been told."""
+        newest = max((number for other, number in self._learned.items() if other != thread), default=0)
+        if newest > self._told.get(thread, 0):
+            self._told[thread] = newest
+            self._doubt(Doubt.THREAD, thread, at_ns)
+
+    @property
+    def _several(self) -> bool:
+        return len(self._devices) > 1
+
     # -- operations ------------------------------------------------------------------------------------------
 
-    def _orphans(self) -> None:
-        """Operations launched before the file begins: first in their streams, issued by nobody known."""
-        ops, streams = self._profile.ops, self._profile.streams
-        rows = [
-            row
-            for row in np.flatnonzero(ops.call == UNKNOWN).tolist()
-            if streams[int(ops.stream[row])].process == self._process
-        ]
-        if not rows:
-            return
-        for row in sorted(rows, key=lambda r: (int(ops.start_ns[r]), r)):
-            start = int(ops.start_ns[row])
-            self._operation(row, ops, ThreadId(-1), start)
-        self._doubt(0, 0)  # what their threads and streams waited for is not in the file
+    def _orphan(self, row: int) -> None:
+        """An operation whose launch is not in the file."""
+        ops = self._profile.ops
+        replay = self.issued.replays.get(row, [row])
+        self._doubt(Doubt.LAUNCH, NOBODY, 0)  # what its thread had learned
+        if len(replay) > 1 or ops.kind[row] == OpKind.GRAPH:
+            self._replay(replay, ops, NOBODY, 0)
+        else:
+            self._operation(row, ops, NOBODY, 0)
+        if row in self.detached:
+            self._doubt(Doubt.LAUNCH, NOBODY, 0)
 
     def _launch(self, index: int, calls: Calls) -> None:
-        rows = self._launched.get(index)
+        rows = self.issued.launched.get(index)
         if not rows:
             return
         ops = self._profile.ops
@@ -211,31 +251,59 @@ class _Writer:
         else:  # a replay, by node or whole: its inner order is the graph's business, to the rest it is one operation
             self._replay(rows, ops, thread, at_ns)
 
+    def _blocking_copy(self, index: int, calls: Calls) -> None:
+        self._launch(index, calls)
+        thread = int(calls.thread[index])
+        self._learn(thread)
+        self._doubt(Doubt.COPY, thread, int(calls.end_ns[index]))
+
+    def _stream(self, row: int) -> StreamId:
+        """The stream of an operation; one of its own if it is in no stream's order."""
+        if row in self.detached:
+            return StreamId(len(self._profile.streams) + row)
+        return StreamId(int(self._profile.ops.stream[row]))
+
     def _operation(self, row: int, ops: Ops, thread: ThreadId, at_ns: int) -> None:
         kind, site = OpKind(int(ops.kind[row])), int(ops.name[row])
+        if row not in self._pages and int(ops.stream[row]) not in self._early:
+            return  # it orders nothing and touches nothing
         op = OpId(row)
-        stream, size = StreamId(int(ops.stream[row])), int(ops.size_bytes[row])
+        stream, size = self._stream(row), int(ops.size_bytes[row])
         accesses, layers = self._pages.get(row, ((), ALL_LAYERS))
         self._sites[site] = None
         correlation = int(ops.correlation[row])
         self._labels[op] = f"#{correlation}" if correlation != UNKNOWN else f"row {row}"
         direction = _DIRECTIONS.get(kind)
+        reason = Doubt.LAUNCH if row in self.detached else None
+        if int(ops.stream[row]) in self._legacy:
+            reason = Doubt.DEVICE
+        if reason is not None:
+            self._doubt(reason, thread, at_ns)
         if direction is None:
             self._records.append(Kernel(op, thread, at_ns, stream, site, row, size, layers, accesses))
         else:
             self._records.append(Memcpy(op, thread, at_ns, stream, site, row, size, layers, accesses, direction))
+        if reason is not None:
+            self._doubt(reason, thread, at_ns)
         self._times(op, thread, int(ops.start_ns[row]), int(ops.end_ns[row]))
 
     def _replay(self, rows: list[int], ops: Ops, thread: ThreadId, at_ns: int) -> None:
+        """One replay. Replays of one graph follow each other, but which graph it is need not be in the file."""
         row = rows[0]
-        op, site = OpId(row), int(ops.name[row])
+        op, site, stream = OpId(row), int(ops.name[row]), self._stream(row)
         self._sites[site] = None
         self._labels[op] = f"#{int(ops.correlation[row])}"
-        accesses = tuple(dict.fromkeys(a for r in rows for a in self._pages.get(r, ((), ALL_LAYERS))[0]))[:4]
-        graph = int(ops.name[row])
-        self._records.append(
-            GraphReplay(op, thread, at_ns, graph, StreamId(int(ops.stream[row])), site, row, 0, ALL_LAYERS, accesses)
-        )
+        sets = [self._pages[r] for r in rows if r in self._pages]
+        if not sets and int(ops.stream[row]) not in self._early:
+            return
+        accesses = merged([access for found, _ in sets for access in found])
+        layers = (min((low for _, (low, _) in sets), default=0), max((high for _, (_, high) in sets), default=1))
+        if self._graph_stream not in (None, stream) or row in self.detached:
+            self._doubt(Doubt.GRAPH, thread, at_ns)
+        self._graph_stream = stream
+        self._records.append(GraphReplay(op, thread, at_ns, row, stream, site, row, 0, layers, accesses))
+        if row in self.detached:
+            self._doubt(Doubt.GRAPH, thread, at_ns)
         times = [(int(ops.start_ns[r]), int(ops.end_ns[r])) for r in rows]
         if all(start != UNKNOWN for start, _ in times):
             self._times(op, thread, min(start for start, _ in times), max(end for _, end in times))
@@ -252,12 +320,13 @@ class _Writer:
             self._records.append(EventRecord(*self._head(index), EventId(index), stream))
 
     def _paired(self, index: int, calls: Calls) -> EventId | None:
-        """The event that call refers to; notes a doubt where the file does not say."""
+        """The event that a call refers to; notes a doubt where the file does not say."""
         record = int(calls.record[index])
         if record >= 0 and calls.stream[record] != UNKNOWN:
             return EventId(record)
-        if record != Pairing.BEFORE_FILE:
-            self._doubt(int(calls.thread[index]), int(calls.start_ns[index]))
+        # A record from before the file covers only operations whose launch is not in it either.
+        if record != Pairing.BEFORE_FILE or self.issued.orphans:
+            self._doubt(Doubt.WAIT, int(calls.thread[index]), int(calls.start_ns[index]))
         return None
 
     def _wait(self, index: int, calls: Calls) -> None:
@@ -265,41 +334,130 @@ class _Writer:
         if event is None:
             return
         if calls.stream[index] == UNKNOWN:
-            self._doubt(int(calls.thread[index]), int(calls.start_ns[index]))
+            self._doubt(Doubt.WAIT, int(calls.thread[index]), int(calls.start_ns[index]))
             return
         self._records.append(EventWait(*self._head(index), event, StreamId(int(calls.stream[index]))))
 
     def _query(self, index: int, calls: Calls) -> None:
-        """A query that the file calls successful is a poll; one without a result orders nothing."""
-        if calls.result[index] == 0:
-            event = self._paired(index, calls)
-            if event is not None:
-                self._records.append(EventQuery(*self._head(index), event, True))
+        """A query that the file calls successful is a poll; one without a result orders nothing that is sure."""
+        thread = int(calls.thread[index])
+        self._learn(thread)
+        if calls.result[index] == UNKNOWN:
+            self._doubt(Doubt.QUERY, thread, int(calls.start_ns[index]))
+            return
+        event = self._paired(index, calls)
+        if event is not None:
+            self._records.append(EventQuery(*self._head(index), event, True))
 
     def _event_sync(self, index: int, calls: Calls) -> None:
         event = self._paired(index, calls)
+        _, thread, _ = self._head(index)
+        self._learn(thread)
         if event is not None:
-            _, thread, _ = self._head(index)
             self._records.append(EventSync(NO_OP, thread, int(calls.end_ns[index]), event))
 
     def _stream_sync(self, index: int, calls: Calls) -> None:
         _, thread, _ = self._head(index)
         stream = int(calls.stream[index])
+        self._learn(thread)
         if stream == UNKNOWN:
-            self._doubt(thread, int(calls.end_ns[index]))
+            self._doubt(Doubt.WAIT, thread, int(calls.end_ns[index]))
         else:
             self._records.append(HostSync(NO_OP, thread, int(calls.end_ns[index]), StreamId(stream)))
 
     def _device_sync(self, index: int, calls: Calls) -> None:
         """Waits for one device; which one is known only where the process uses just one."""
         _, thread, _ = self._head(index)
-        devices = {stream.device for stream in self._profile.streams if stream.process == self._process}
-        if len(devices) > 1:
-            self._doubt(thread, int(calls.end_ns[index]))
+        self._learn(thread)
+        if self._several:
+            self._doubt(Doubt.DEVICE, thread, int(calls.end_ns[index]))
         else:
             self._records.append(HostSync(NO_OP, thread, int(calls.end_ns[index]), None))
 
     def _stream_query(self, index: int, calls: Calls) -> None:
-        """A poll at most; without a result, or without its stream, it orders nothing that could be named."""
-        if calls.result[index] == 0:
-            self._doubt(int(calls.thread[index]), int(calls.start_ns[index]))
+        """A poll at most; no file names the stream."""
+        thread = int(calls.thread[index])
+        self._learn(thread)
+        self._doubt(Doubt.QUERY, thread, int(calls.start_ns[index]))
+
+
+class What(enum.Enum):
+    """What has a place in the order of issue."""
+
+    CALL = 0
+    GAP = 1
+    """A row about synchronisation whose call is missing."""
+    ORPHAN = 2
+    """An operation whose launch is missing."""
+
+
+class Issued:
+    """What one process did, in the order in which it was issued; iterate for ``(What, index)``.
+
+    A call has its place by its begin. What has no call has it by its correlation id, behind the call with the next
+    lower one: ids count calls as they begin.
+
+    Attributes:
+        launched: Rows of operations by the index of their launch, ascending.
+        orphans: Rows of operations without launch; of a graph replay the first.
+        replays: All rows of a launch or an orphaned replay, by the first.
+    """
+
+    def __init__(self, profile: Profile, process: int) -> None:
+        ops, calls = profile.ops, profile.calls
+        own = np.array([stream.process == process for stream in profile.streams], bool)
+        self.launched: dict[int, list[int]] = {}
+        without: dict[int, list[int]] = {}
+        mine = own[ops.stream] if len(ops) else np.empty(0, bool)
+        for row in np.flatnonzero(mine).tolist():
+            call, correlation = int(ops.call[row]), int(ops.correlation[row])
+            if call != UNKNOWN:
+                self.launched.setdefault(call, []).append(row)
+            else:
+                without.setdefault(correlation if correlation != UNKNOWN else -2 - row, []).append(row)
+        self.orphans = [rows[0] for rows in without.values()]
+        self.replays = {rows[0]: rows for rows in (*self.launched.values(), *without.values())}
+        own_threads = np.array([thread.process == process for thread in profile.threads], bool)
+        called = np.flatnonzero(own_threads[calls.thread]) if len(calls) else np.empty(0, np.int64)
+        begin = calls.start_ns[called]
+        order = np.argsort(calls.correlation[called], kind="stable")
+        ids, begins = calls.correlation[called][order], np.maximum.accumulate(begin[order]) if len(order) else begin
+        entries = [(int(b), 0, int(i), What.CALL) for b, i in zip(begin.tolist(), called.tolist(), strict=True)]
+        # Orphaned operations of one id are in file order; the begin of everything before the file is its earliest.
+        for correlation, rows in without.items():
+            entries.append((_moment(ids, begins, correlation), correlation, rows[0], What.ORPHAN))
+        for gap_process, correlation in profile.gaps:
+            if gap_process == process:
+                entries.append((_moment(ids, begins, correlation), correlation, 0, What.GAP))
+        entries.sort(key=lambda entry: (entry[0], entry[3] is not What.CALL, entry[1], entry[2]))
+        self._entries = [(what, index) for _, _, index, what in entries]
+
+    def __iter__(self) -> Iterator[tuple[What, int]]:
+        return iter(self._entries)
+
+    def operations(self) -> Iterator[int]:
+        """First rows of all operations, in issue order."""
+        for what, index in self._entries:
+            if what is What.ORPHAN:
+                yield index
+            elif what is What.CALL and index in self.launched:
+                yield self.launched[index][0]
+
+
+def _moment(ids: np.ndarray, begins: np.ndarray, correlation: int) -> int:
+    """When the call before ``correlation`` began; before everything if there is none, after it for unknown ids."""
+    if correlation < 0:
+        return 1 << 62
+    place = int(np.searchsorted(ids, correlation)) - 1
+    return int(begins[place]) if place >= 0 else -(1 << 62)
+
+
+def merged(accesses: list[Access]) -> tuple[Access, ...]:
+    """The same accesses, one for each memory and mode."""
+    found: dict[tuple[Space, int, Mode], list[Access]] = {}
+    for access in accesses:
+        found.setdefault((access.space, access.pool, access.mode), []).append(access)
+    return tuple(
+        same[0] if len(same) == 1 else Access(space, mode, np.unique(np.concatenate([a.ids for a in same])), pool)
+        for (space, pool, mode), same in found.items()
+    )

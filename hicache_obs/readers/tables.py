@@ -16,12 +16,15 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from hicache_obs.errors import TraceError
+from hicache_obs.readers.files import require_file
 from hicache_obs.readers.profile import Int64s
 
 ABSENT: Final = -(1 << 62)
 """In a column of numbers: NULL."""
-MAX_ROWS: Final = 100_000_000
-"""Most rows of one table that are read: about 8 bytes of memory each per column."""
+MAX_VALUES: Final = 1 << 28
+"""Most numbers of one table that are read, 8 bytes of memory each: a compressed file may hold any number of rows."""
+MAX_TEXTS: Final = 1 << 24
+"""Most texts of one table that are read."""
 _SQLITE: Final = b"SQLite format 3\x00"
 _BATCH: Final = 1 << 16
 
@@ -53,6 +56,7 @@ def open_tables(path: Path) -> Tables | None:
             if "StringIds" in files:
                 return ArrowTables(path, files, kind)
         return None
+    require_file(path)
     with path.open("rb") as file:
         if file.read(len(_SQLITE)) != _SQLITE:
             return None
@@ -68,11 +72,12 @@ class SqliteTables:
             self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
             self._connection.execute("PRAGMA trusted_schema = OFF")
             self._connection.execute("PRAGMA query_only = ON")
-            rows = self._connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
+            query = "SELECT name, sql, rootpage FROM sqlite_master WHERE type = 'table'"
+            rows = self._connection.execute(query).fetchall()
         except sqlite3.Error as error:
             raise TraceError(f"{path}: damaged SQLite file: {error}") from None
         # A view or a virtual table runs what its author wrote; an export has neither.
-        self._known = {name for name, sql in rows if sql and not sql.upper().startswith("CREATE VIRTUAL")}
+        self._known = {name for name, sql, page in rows if page and sql and "VIRTUAL" not in sql[:40].upper()}
 
     def columns(self, table: str) -> frozenset[str]:
         """See ``Tables.columns``."""
@@ -85,7 +90,7 @@ class SqliteTables:
         have = self.columns(table)
         if not have:
             return [np.empty(0, np.int64) for _ in names]
-        count = self._count(table)
+        count = self._count(table, MAX_VALUES // len(names))
         wanted = [name for name in names if name in have]
         found = dict(zip(wanted, self._read(table, wanted, count), strict=True))
         return [found[name] if name in found else np.full(count, ABSENT, np.int64) for name in names]
@@ -93,8 +98,8 @@ class SqliteTables:
     def texts(self, table: str, name: str) -> list[str | None]:
         """See ``Tables.texts``."""
         if name not in self.columns(table):
-            return [None] * (self._count(table) if table in self._known else 0)
-        self._count(table)
+            return [None] * (self._count(table, MAX_TEXTS) if table in self._known else 0)
+        self._count(table, MAX_TEXTS)
         rows = self._all(f"SELECT CAST({_quote(name)} AS TEXT) FROM {_quote(table)} ORDER BY rowid")
         return [row[0] for row in rows]
 
@@ -102,10 +107,9 @@ class SqliteTables:
         """See ``Tables.close``."""
         self._connection.close()
 
-    def _count(self, table: str) -> int:
+    def _count(self, table: str, limit: int) -> int:
         count = int(self._all(f"SELECT count(*) FROM {_quote(table)}")[0][0])
-        if count > MAX_ROWS:
-            raise TraceError(f"{self.source}: table {table} has {count} rows; at most {MAX_ROWS} are read")
+        _check_rows(self.source, table, count, limit)
         return count
 
     def _read(self, table: str, names: list[str], count: int) -> list[Int64s]:
@@ -156,9 +160,9 @@ class ArrowTables:
         wanted = [name for name in names if name in have]
         found = {}
         try:
-            rows = self._dataset(table).to_table(columns=wanted)
-            if rows.num_rows > MAX_ROWS:
-                raise TraceError(f"{self.source}: table {table} has {rows.num_rows} rows; at most {MAX_ROWS} are read")
+            dataset = self._dataset(table)
+            _check_rows(self.source, table, dataset.count_rows(), MAX_VALUES // len(names))
+            rows = dataset.to_table(columns=wanted)
             for name in wanted:
                 values = rows[name]
                 if not pa.types.is_integer(values.type):
@@ -166,8 +170,8 @@ class ArrowTables:
                 if values.null_count:
                     values = pc.fill_null(values.cast(pa.int64()), ABSENT)
                 found[name] = values.to_numpy().astype(np.int64, copy=False)
-        except pa.ArrowException as error:
-            raise TraceError(f"{self.source}: table {table}: {error}") from None
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise TraceError(f"{self.source}: table {table}: {_first_line(error)}") from None
         return [found[name] if name in found else np.full(rows.num_rows, ABSENT, np.int64) for name in names]
 
     def texts(self, table: str, name: str) -> list[str | None]:
@@ -178,11 +182,13 @@ class ArrowTables:
         if not have:
             return []
         try:
+            count = self._dataset(table).count_rows()
+            _check_rows(self.source, table, count, MAX_TEXTS)
             if name not in have:
-                return [None] * self._dataset(table).count_rows()
+                return [None] * count
             found = self._dataset(table).to_table(columns=[name])[name].to_pylist()
-        except pa.ArrowException as error:
-            raise TraceError(f"{self.source}: table {table}: {error}") from None
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise TraceError(f"{self.source}: table {table}: {_first_line(error)}") from None
         return [None if value is None else str(value) for value in found]
 
     def close(self) -> None:
@@ -195,7 +201,16 @@ class ArrowTables:
         try:
             return pyarrow.dataset.dataset(os.fspath(self._files[table]), format=self._kind)
         except (pa.ArrowException, OSError) as error:
-            raise TraceError(f"{self._files[table]}: {error}") from None
+            raise TraceError(f"{self._files[table]}: {_first_line(error)}") from None
+
+
+def _check_rows(source: Path, table: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise TraceError(f"{source}: table {table} has {count} rows; at most {limit} are read")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _quote(name: str) -> str:
