@@ -9,7 +9,7 @@ from hicache_obs.analyzer.check import Analyzer
 from hicache_obs.analyzer.order import Actor
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.findings import Proof
-from hicache_obs.records import GraphReplay, Kernel, Memcpy, OpId, StreamId, Times
+from hicache_obs.records import GraphReplay, Kernel, Memcpy, OpId, Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,6 @@ class PairProof:
         earlier, later: The operations; *earlier* was issued first.
         proof: What orders them.
         since, at: Positions of *earlier* and *later* in the trace.
-        same_stream: Both are on one stream.
     """
 
     earlier: OpId
@@ -28,7 +27,6 @@ class PairProof:
     proof: Proof
     since: int
     at: int
-    same_stream: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,11 @@ class _Place:
     actor: Actor
     epoch: int
     seq: int
-    stream: StreamId
 
 
 class PairProofs(Analyzer):
     """Answers for chosen pairs of kernels, copies and graph replays without entries; accesses and times are not
-    looked at. Feed it a trace; a pair is answered when its later operation comes.
+    looked at, and no kernel starts early. Feed it a trace; a pair is answered when its later operation comes.
 
     Args:
         wanted: By the later operation: the earlier ones.
@@ -61,12 +58,7 @@ class PairProofs(Analyzer):
         order = self._order
         stream = order.stream(record.stream)
         order.issue(stream, order.thread(record.thread))
-        actor = stream
-        if self._early.active and isinstance(record, Kernel):
-            actor = self._early.place(record, stream, self._seq)
-        self._run(record, actor)
-        if actor != stream:
-            order.follow(stream, actor)
+        self._run(record, stream)
 
     def _on_graph_replay(self, record: GraphReplay) -> None:
         assert not record.nodes
@@ -86,8 +78,7 @@ class PairProofs(Analyzer):
                 proof = order.proof(actor, place.actor, place.epoch)
                 if proof is Proof.NONE and place.seq < order.doubt_at:
                     proof = Proof.UNKNOWN
-                same = place.stream == record.stream
-                self.proofs.append(PairProof(earlier, record.op, proof, place.seq, self._seq, same))
+                self.proofs.append(PairProof(earlier, record.op, proof, place.seq, self._seq))
         epoch = order.advance(actor)
         if record.op in self._needed:
-            self._places[record.op] = _Place(actor, epoch, self._seq, record.stream)
+            self._places[record.op] = _Place(actor, epoch, self._seq)

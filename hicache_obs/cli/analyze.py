@@ -23,15 +23,16 @@ from hicache_obs.readers.join import Coverage, join
 from hicache_obs.readers.open_profile import open_profile
 from hicache_obs.readers.preflight import Check, Level, blind_spots, level, preflight
 from hicache_obs.readers.profile import Profile
-from hicache_obs.readers.profile_records import ProfileWriter, processes
+from hicache_obs.readers.profile_records import ProfileWriter, detached, processes
 from hicache_obs.records import ALL_LAYERS, OpId
 
 NO_EDGE: Final = "nothing in the file orders them; without page sets nobody knows whether they touch the same pages"
-EARLY: Final = "neighbours of their stream overlap, so its order proves nothing"
 SHOWN: Final = 10
 """Undecided pairs listed as text per file; the rest are counted."""
 LARGE: Final = 10 << 20
 """Size in bytes from which progress is shown."""
+_STILL_COUNTS: Final = ("annotations", "event trace", "clock")
+"""Checks that matter where order comes from a journal."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -173,15 +174,23 @@ def check_copies(profile: Profile, progress: Progress = lambda stage, done, tota
     polled: list[tuple[int, PairProof]] = []
     undecided: list[Undecided] = []
     for process in processes(profile):
-        wanted = copy_pairs(profile, process)
-        touched = {*wanted, *(op for ops in wanted.values() for op in ops)}
+        placeless = detached(profile, process)
+        wanted, without = {}, 0
+        for later, pairs in copy_pairs(profile, process).items():
+            for earlier in pairs:
+                reason = placeless.get(later) or placeless.get(earlier)
+                if reason is not None:
+                    undecided.append(Undecided(process, earlier, later, reason.value))
+                    without += 1
+            wanted[later] = tuple(op for op in pairs if op not in placeless and later not in placeless)
+        touched = {op for later, pairs in wanted.items() if pairs for op in (later, *pairs)}
         writer = ProfileWriter(profile, {row: ((), ALL_LAYERS) for row in touched}, process)
         proofs = PairProofs(wanted)
         records = writer.trace.records
         for begin in range(0, len(records), STEP):
             proofs.feed(records[begin : begin + STEP])
             progress(f"process {process}", min(begin + STEP, len(records)), len(records))
-        checked += len(proofs.proofs)
+        checked += len(proofs.proofs) + without
         for pair in proofs.proofs:
             if pair.proof is Proof.POLLED:
                 polled.append((process, pair))
@@ -194,8 +203,6 @@ def _cause(writer: ProfileWriter, pair: PairProof) -> str:
     """Why nothing orders a pair: the newest place behind its first operation where an order may be missing."""
     if pair.proof is Proof.NONE:
         return NO_EDGE
-    if pair.same_stream:
-        return EARLY
     return next(doubt.value for position, doubt in reversed(writer.doubts) if pair.since < position < pair.at)
 
 
@@ -209,7 +216,7 @@ def _show(report: AnyReport) -> None:
     source = report.profile.source if isinstance(report, CopyReport) else report.report.trace.source
     sentence = _copies_sentence(report) if isinstance(report, CopyReport) else _joined_sentence(report)
     click.echo(fit(f"{plain(source)}: {sentence}", indent=FINDING_INDENT))
-    _show_preflight(report.profile)
+    _show_preflight(report)
     if isinstance(report, JoinedReport):
         show_findings(report.report)
         return
@@ -253,10 +260,26 @@ def _joined_sentence(report: JoinedReport) -> str:
     return f"NOTHING CHECKED: no two operations touch the same pages; {seen}"
 
 
-def _show_preflight(profile: Profile) -> None:
-    facts = profile.facts
-    click.echo(fit(f"  {plain(facts.producer)}, {plain(facts.schema)}: {level(profile).value}", indent=4))
-    for check in preflight(profile):
+def _level(report: CopyReport | JoinedReport) -> str:
+    """How far the file goes; a journal has every page set and every order."""
+    return level(report.profile).value if isinstance(report, CopyReport) else Level.PROVABLE.value
+
+
+def _preflight(report: CopyReport | JoinedReport) -> list[Check]:
+    checks = preflight(report.profile)
+    if isinstance(report, CopyReport):
+        return list(checks)
+    text = f"times of {report.coverage.timed} of {report.coverage.operations} operations of the journal"
+    if report.coverage.from_ranges:
+        text += "; no device operations, so they are those of the ranges, in the threads that run the streams"
+    joined = Check("operations", report.coverage.timed == report.coverage.operations, text)
+    return [joined, *(check for check in checks if check.name in _STILL_COUNTS)]
+
+
+def _show_preflight(report: CopyReport | JoinedReport) -> None:
+    facts = report.profile.facts
+    click.echo(fit(f"  {plain(facts.producer)}, {plain(facts.schema)}: {_level(report)}", indent=4))
+    for check in _preflight(report):
         mark = "ok" if check.good else "!!"
         advice = f" -> {check.advice}" if check.advice else ""
         click.echo(fit(f"  {mark} {check.name}: {plain(check.text)}{advice}", indent=5))
@@ -269,7 +292,8 @@ def _as_json(report: AnyReport) -> dict[str, Any]:
     about = {
         "producer": profile.facts.producer,
         "schema": profile.facts.schema,
-        "preflight": [_check_json(check) for check in preflight(profile)],
+        "preflight": [_check_json(check) for check in _preflight(report)],
+        "level": _level(report),
     }
     if isinstance(report, JoinedReport):
         coverage = report.coverage
@@ -279,7 +303,6 @@ def _as_json(report: AnyReport) -> dict[str, Any]:
             **to_json(report.report),
             **about,
             "granularity": "pages",
-            "level": Level.PROVABLE.value,
             "coverage": {**counts, "from_ranges": coverage.from_ranges},
             "undecided": {"pairs": unknown, "causes": {}, "between": []},
         }
@@ -306,7 +329,6 @@ def _as_json(report: AnyReport) -> dict[str, Any]:
         "ownership": [],
         **about,
         "granularity": "copies",
-        "level": level(profile).value,
         "undecided": {"pairs": len(listed), "causes": dict(report.causes), "between": listed},
     }
 

@@ -10,8 +10,8 @@ reasons). An order that is not sure is never made up:
 
 * hand-overs between host threads are in no profile, so what one thread has learned another may know;
 * an operation whose launch is missing has its place in its stream by its correlation id, and no issuing thread;
-* neighbours of a stream that overlap show that its order is not what it seems: kernels then may start early
-  (programmatic dependent launch), and a stream in which something else does so keeps no order at all;
+* neighbours of a stream that overlap show that its order is not what it seems (kernels may start early, by
+  programmatic dependent launch, but no file says so): such a stream keeps no order at all;
 * entries of one graph replay are one operation; a replay seen on several streams is in none of them.
 """
 
@@ -75,6 +75,7 @@ class Doubt(enum.Enum):
     DEVICE = "a device synchronisation, in a process that uses several devices"
     COPY = "a copy call that may have blocked until the copy was over"
     GRAPH = "a graph that replays on several streams"
+    OVERLAP = "neighbours of its stream overlap, so the stream's order proves nothing"
 
 
 def processes(profile: Profile) -> list[int]:
@@ -103,7 +104,7 @@ class ProfileWriter:
 
     Attributes:
         doubts: Position in the trace and reason of every place where an order may be missing.
-        detached: Rows of operations that are in no stream's order.
+        issued: What happened, in order.
         trace: The records, definitions first.
     """
 
@@ -128,7 +129,7 @@ class ProfileWriter:
         self._graph_stream: StreamId | None = None
         self.doubts: list[tuple[int, Doubt]] = []
         self.issued = Issued(profile, process)
-        self._find_broken_streams()
+        self._detached = detached(profile, process)
         self._handlers: dict[CallKind, Callable[[int, Calls], None]] = {
             CallKind.LAUNCH: self._launch,
             CallKind.BLOCKING_COPY: self._blocking_copy,
@@ -141,24 +142,6 @@ class ProfileWriter:
             CallKind.STREAM_QUERY: self._stream_query,
         }
         self.trace = self._write()
-
-    def _find_broken_streams(self) -> None:
-        """Streams whose order the device times contradict, and the operations that therefore have no place."""
-        profile, ops = self._profile, self._profile.ops
-        rows, _ = overlaps(ops, self._error_ns)
-        kernels = ops.kind[rows] == OpKind.KERNEL
-        self._broken = set(ops.stream[rows[~kernels]].tolist())
-        self._early = set(ops.stream[rows[kernels]].tolist()) - self._broken
-        several = {
-            row
-            for replay in self.issued.replays.values()
-            if len({int(ops.stream[r]) for r in replay}) > 1
-            for row in replay
-        }
-        unplaced = [row for row in self.issued.orphans if ops.correlation[row] == UNKNOWN]
-        broken = np.flatnonzero(np.isin(ops.stream, list(self._broken))).tolist() if self._broken else []
-        mine = self._process
-        self.detached = {r for r in [*several, *unplaced, *broken] if profile.streams[ops.stream[r]].process == mine}
 
     def _write(self) -> Trace:
         profile, calls = self._profile, self._profile.calls
@@ -173,8 +156,7 @@ class ProfileWriter:
             else:
                 self._orphan(index)
         sites = [self._define(DefineSpace.SITE, site, profile.names[site]) for site in self._sites]
-        early = [self._define(DefineSpace.EARLY_SITE, site, profile.names[site]) for site in self._early_sites()]
-        first = [*definitions, *sites, *early]
+        first = [*definitions, *sites]
         self.doubts = [(position + len(first), doubt) for position, doubt in self.doubts]
         return make_trace(profile.source, [*first, *self._records], labels=self._labels)
 
@@ -188,13 +170,6 @@ class ProfileWriter:
         for number, thread in enumerate(profile.threads):
             if thread.process == self._process:
                 found.append(self._define(DefineSpace.THREAD, number, f"thread {thread.number}"))
-        return found
-
-    def _early_sites(self) -> list[int]:
-        """Names of all kernels of streams in which a kernel began before its predecessor had ended."""
-        ops = self._profile.ops
-        rows = np.isin(ops.stream, list(self._early)) & (ops.kind == OpKind.KERNEL)
-        found: list[int] = np.unique(ops.name[rows]).tolist()
         return found
 
     def _define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> Define:
@@ -237,8 +212,6 @@ class ProfileWriter:
             self._replay(replay, ops, NOBODY, 0)
         else:
             self._operation(row, ops, NOBODY, 0)
-        if row in self.detached:
-            self._doubt(Doubt.LAUNCH, NOBODY, 0)
 
     def _launch(self, index: int, calls: Calls) -> None:
         rows = self.issued.launched.get(index)
@@ -259,13 +232,13 @@ class ProfileWriter:
 
     def _stream(self, row: int) -> StreamId:
         """The stream of an operation; one of its own if it is in no stream's order."""
-        if row in self.detached:
+        if row in self._detached:
             return StreamId(len(self._profile.streams) + row)
         return StreamId(int(self._profile.ops.stream[row]))
 
     def _operation(self, row: int, ops: Ops, thread: ThreadId, at_ns: int) -> None:
         kind, site = OpKind(int(ops.kind[row])), int(ops.name[row])
-        if row not in self._pages and int(ops.stream[row]) not in self._early:
+        if row not in self._pages:
             return  # it orders nothing and touches nothing
         op = OpId(row)
         stream, size = self._stream(row), int(ops.size_bytes[row])
@@ -274,7 +247,7 @@ class ProfileWriter:
         correlation = int(ops.correlation[row])
         self._labels[op] = f"#{correlation}" if correlation != UNKNOWN else f"row {row}"
         direction = _DIRECTIONS.get(kind)
-        reason = Doubt.LAUNCH if row in self.detached else None
+        reason = self._detached.get(row)
         if int(ops.stream[row]) in self._legacy:
             reason = Doubt.DEVICE
         if reason is not None:
@@ -294,16 +267,19 @@ class ProfileWriter:
         self._sites[site] = None
         self._labels[op] = f"#{int(ops.correlation[row])}"
         sets = [self._pages[r] for r in rows if r in self._pages]
-        if not sets and int(ops.stream[row]) not in self._early:
+        if not sets:
             return
         accesses = merged([access for found, _ in sets for access in found])
         layers = (min((low for _, (low, _) in sets), default=0), max((high for _, (_, high) in sets), default=1))
-        if self._graph_stream not in (None, stream) or row in self.detached:
-            self._doubt(Doubt.GRAPH, thread, at_ns)
+        reason = self._detached.get(row)
+        if reason is None and self._graph_stream not in (None, stream):
+            reason = Doubt.GRAPH
+        if reason is not None:
+            self._doubt(reason, thread, at_ns)
         self._graph_stream = stream
         self._records.append(GraphReplay(op, thread, at_ns, row, stream, site, row, 0, layers, accesses))
-        if row in self.detached:
-            self._doubt(Doubt.GRAPH, thread, at_ns)
+        if reason is not None:
+            self._doubt(reason, thread, at_ns)
         times = [(int(ops.start_ns[r]), int(ops.end_ns[r])) for r in rows]
         if all(start != UNKNOWN for start, _ in times):
             self._times(op, thread, min(start for start, _ in times), max(end for _, end in times))
@@ -379,6 +355,24 @@ class ProfileWriter:
         thread = int(calls.thread[index])
         self._learn(thread)
         self._doubt(Doubt.QUERY, thread, int(calls.start_ns[index]))
+
+
+def detached(profile: Profile, process: int) -> dict[int, Doubt]:
+    """Rows of operations that are in no stream's order, and why. A graph replay has all its rows here, or none."""
+    ops, issued = profile.ops, Issued(profile, process)
+    rows, _ = overlaps(ops, profile.facts.error_ns)
+    broken = set(ops.stream[rows].tolist())
+    streams = ops.stream.tolist()
+    found: dict[int, Doubt] = {}
+    for replay in issued.replays.values():
+        on = {streams[row] for row in replay}
+        if len(on) > 1:
+            found.update(dict.fromkeys(replay, Doubt.GRAPH))
+        elif on & broken:
+            found.update(dict.fromkeys(replay, Doubt.OVERLAP))
+    unplaced = (row for row in issued.orphans if ops.correlation[row] == UNKNOWN)
+    found.update(dict.fromkeys(unplaced, Doubt.LAUNCH))
+    return found
 
 
 class What(enum.Enum):
