@@ -184,7 +184,7 @@ def check_copies(profile: Profile, progress: Progress = lambda stage, done, tota
                     without += 1
             wanted[later] = tuple(op for op in pairs if op not in placeless and later not in placeless)
         touched = {op for later, pairs in wanted.items() if pairs for op in (later, *pairs)}
-        writer = ProfileWriter(profile, {row: ((), ALL_LAYERS) for row in touched}, process)
+        writer = ProfileWriter(profile, dict.fromkeys(touched, ((), ALL_LAYERS)), process)
         proofs = PairProofs(wanted)
         records = writer.trace.records
         for begin in range(0, len(records), STEP):

@@ -187,13 +187,18 @@ def _launched_in(profile: Profile, rows: list[int]) -> dict[int, _Span]:
             low, high = np.searchsorted(starts, (ranges.start_ns[row], ranges.end_ns[row]))
             owner.update(dict.fromkeys(launches[low:high].tolist(), row))
     spans: dict[int, _Span] = {}
+    timed: set[int] = set()
     for index, call in enumerate(ops.call.tolist()):
         owned = owner.get(call)
         start, end = int(ops.start_ns[index]), int(ops.end_ns[index])
         if owned is None or start == UNKNOWN:
             continue
+        timed.add(call)
         known = spans.get(owned, (start, end))
         spans[owned] = min(known[0], start), max(known[1], end)
+    for call, owned in owner.items():
+        if call not in timed and calls.result[call] in (0, UNKNOWN):
+            spans.pop(owned, None)  # a part of it is missing: what is left may be shorter
     return spans
 
 

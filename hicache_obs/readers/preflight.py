@@ -13,7 +13,6 @@ import numpy as np
 
 from hicache_obs.readers.profile import UNKNOWN, CallKind, OpKind, Pairing, Profile
 
-
 _ORDERING: Final = (CallKind.STREAM_WAIT, CallKind.EVENT_SYNC, CallKind.STREAM_SYNC, CallKind.DEVICE_SYNC)
 
 
