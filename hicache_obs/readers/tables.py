@@ -70,6 +70,7 @@ class SqliteTables:
         self.source = path
         try:
             self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+            self._connection.text_factory = lambda data: data.decode(errors="replace")
             self._connection.execute("PRAGMA trusted_schema = OFF")
             self._connection.execute("PRAGMA query_only = ON")
             query = "SELECT name, sql, rootpage FROM sqlite_master WHERE type = 'table'"
