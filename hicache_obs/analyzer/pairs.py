@@ -55,17 +55,11 @@ class PairProofs(Analyzer):
         self.proofs: list[PairProof] = []
 
     def _on_work(self, record: Kernel | Memcpy) -> None:
-        order = self._order
-        stream = order.stream(record.stream)
-        order.issue(stream, order.thread(record.thread))
-        self._run(record, stream)
+        self._run(record, self._order.issue(record.stream, record.thread))
 
     def _on_graph_replay(self, record: GraphReplay) -> None:
         assert not record.nodes
-        order = self._order
-        stream = order.stream(record.stream)
-        order.issue(stream, order.thread(record.thread))
-        self._run(record, stream)
+        self._run(record, self._order.issue(record.stream, record.thread))
 
     def _on_times(self, record: Times) -> None:
         """Times prove nothing."""

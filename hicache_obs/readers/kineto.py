@@ -26,7 +26,6 @@ import numpy as np
 from msgspec import Struct, field
 
 from hicache_obs.errors import TraceError
-from hicache_obs.readers.files import require_file
 from hicache_obs.readers.profile import (
     UNKNOWN,
     CallKind,
@@ -45,6 +44,7 @@ from hicache_obs.readers.profile import (
     column,
     note_facts,
 )
+from hicache_obs.readers.trace_file import size_of
 
 MAX_BYTES: Final = 4 << 30
 """Largest trace that is read, unpacked: reading takes about three times its size in memory."""
@@ -135,7 +135,7 @@ def read_kineto(path: str | os.PathLike[str], *, limit: int = MAX_BYTES) -> Prof
 
 def _unpack(source: Path, limit: int) -> bytes | bytearray:
     try:
-        size = require_file(source)
+        size = size_of(source)
         with source.open("rb") as file:
             packed = file.read(2) == _GZIP
             file.seek(0)

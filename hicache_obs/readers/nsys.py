@@ -207,6 +207,8 @@ class _Export:
         process = self._process(pid)
         index = find_keys(keys, self._keys(process, correlation))
         self._note_gaps(process[index == UNKNOWN], correlation[index == UNKNOWN])
+        if not len(calls):
+            return
         named = (index != UNKNOWN) & (stream >= 0) & (stream != _NO_ID)
         of_stream = named & np.isin(calls.kind[index], (CallKind.STREAM_WAIT, CallKind.STREAM_SYNC))
         named_rows = (values[of_stream] for values in (process, device, context, stream))

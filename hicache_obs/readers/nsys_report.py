@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from hicache_obs.errors import TraceError
-from hicache_obs.readers.files import require_file
+from hicache_obs.readers.trace_file import size_of
 
 REPORTS: Final = (".nsys-rep", ".qdrep")
 STREAMS: Final = (".qdstrm",)
@@ -39,7 +39,7 @@ def exported(path: Path) -> Iterator[Path]:
     Raises:
         TraceError: The tool is not installed, or cannot read the file.
     """
-    require_file(path)
+    size_of(path)
     nsys = shutil.which("nsys")
     if nsys is None:
         raise TraceError(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from hicache_obs.errors import TraceError
-from hicache_obs.readers.files import require_file
 from hicache_obs.readers.nsys_report import exported, is_report
 from hicache_obs.readers.profile import Profile
+from hicache_obs.readers.trace_file import size_of
 
 _SQLITE: Final = b"SQLite format 3\x00"
 _GZIP: Final = b"\x1f\x8b"
@@ -37,7 +37,7 @@ def open_profile(path: str | os.PathLike[str]) -> Profile | None:
             profile = read_nsys(export)
         profile.source = str(target)
         return profile
-    require_file(target)
+    size_of(target)
     try:
         with target.open("rb") as file:
             start = file.read(64)

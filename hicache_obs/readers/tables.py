@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from hicache_obs.errors import TraceError
-from hicache_obs.readers.files import require_file
 from hicache_obs.readers.profile import Int64s
+from hicache_obs.readers.trace_file import size_of
 
 ABSENT: Final = -(1 << 62)
 """In a column of numbers: NULL."""
@@ -56,7 +56,7 @@ def open_tables(path: Path) -> Tables | None:
             if "StringIds" in files:
                 return ArrowTables(path, files, kind)
         return None
-    require_file(path)
+    size_of(path)
     with path.open("rb") as file:
         if file.read(len(_SQLITE)) != _SQLITE:
             return None

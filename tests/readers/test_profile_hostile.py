@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import json
 import os
-import random
 import shutil
 import sqlite3
 import tracemalloc
@@ -26,7 +25,6 @@ from hicache_obs.testing.kineto_writer import FORMATS, write_kineto
 from hicache_obs.testing.nsys_writer import GENERATIONS, Table, nsys_tables, write_nsys, write_nsys_folder
 from hicache_obs.testing.profiled import profiled
 
-FUZZED = int(os.environ.get("HICACHE_OBS_FUZZ_FILES", "240"))
 SCRIPT = "<script>alert(1)</script>\x1b[31m\ud800"
 TEXT = "F:w1 e=F L<e L:w1 F:r1 h<e B:r2 h<* F:w2 L:w2"
 SEEN = profiled(History(TEXT).records, seed=2, threads=1, kinds=False, start_ns=1_700_000_000_000_000_000)
@@ -79,7 +77,7 @@ KINETO: dict[str, tuple[Callable[[Path], Any], str]] = {
     "not UTF-8": (lambda p: p.write_bytes(b'{"traceEvents": [{"name": "\xff\xfe"}]}'), ""),
     "id beyond 64 bits": (lambda p: put(p, correlation=10**30), "64 bits"),
     "time beyond 64 bits": (lambda p: put(p, ts=10**18), "64 bits"),
-    "time without end": (lambda p: put(p, ts="@1e400@"), "64 bits"),
+    "time without end": (lambda p: put(p, ts="@1e400@"), "Number out of range"),
     "time is text": (lambda p: put(p, ts="soon"), "not a torch.profiler trace"),
     "size is no number": (lambda p: put(p, bytes="many"), "no number"),
     "size without end": (lambda p: put(p, bytes="inf"), "64 bits"),
@@ -272,7 +270,7 @@ def test_a_damaged_table_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/no/such/file"])
 def test_paths_that_are_no_files(capsys: pytest.CaptureFixture[str], path: str) -> None:
-    assert "No such file" in (line := refused(capsys, path)) or "not a regular file" in line
+    assert "No such file" in (line := refused(capsys, path)) or "must be a regular file" in line
 
 
 @pytest.mark.parametrize("suffix", [".sqlite", ".nsys-rep", ".json.gz"])
@@ -280,7 +278,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / f"pipe{suffix}"
     os.mkfifo(path)
 
-    assert "not a regular file" in refused(capsys, path)
+    assert "must be a regular file" in refused(capsys, path)
 
 
 def test_links_are_followed_to_files_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +289,7 @@ def test_links_are_followed_to_files_only(tmp_path: Path, capsys: pytest.Capture
 
     assert "NOT DECIDABLE" in answered(capsys, good)
     assert "symbolic links" in refused(capsys, loop)
-    assert "not a regular file" in refused(capsys, device)
+    assert "must be a regular file" in refused(capsys, device)
     folder = write_nsys_folder(tmp_path / "folder", export(), kind="parquet")
     (folder / "CUPTI_ACTIVITY_KIND_KERNEL.parquet").unlink()
     (folder / "CUPTI_ACTIVITY_KIND_KERNEL.parquet").symlink_to("/dev/zero")
@@ -315,49 +313,3 @@ def test_a_report_that_nsys_cannot_read(tmp_path: Path, capsys: pytest.CaptureFi
 
     assert "nsys cannot read it: Version number is invalid" in refused(capsys, path)
     assert shutil.which("nsys") == str(nsys)
-
-
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    """The bytes with some damage."""
-    changed = bytearray(data)
-    kind = rng.randrange(4)
-    if kind == 0:
-        return bytes(changed[: rng.randrange(len(changed))])
-    if kind == 1:
-        place = rng.randrange(len(changed))
-        del changed[place : place + rng.randint(1, 200)]
-        return bytes(changed)
-    if kind == 2:
-        place, source = rng.randrange(len(changed)), rng.randrange(len(changed))
-        changed[place : place + 64] = changed[source : source + 64]
-        return bytes(changed)
-    for _ in range(rng.randint(1, 24)):
-        changed[rng.randrange(len(changed))] = rng.choice((0, 255, 0x22, 0x7B, rng.randrange(256)))
-    return bytes(changed)
-
-
-def test_fuzzed_files_give_an_answer_or_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``HICACHE_OBS_FUZZ_FILES=10000`` runs more."""
-    folder = write_nsys_folder(tmp_path / "good", export(), kind="parquet")
-    sources = [
-        write_nsys(tmp_path / "a.sqlite", export()),
-        write_kineto(tmp_path / "b.json", SEEN, FORMATS["2025"]),
-        write_kineto(tmp_path / "c.json", SEEN, FORMATS["2024"]),
-        write_kineto(tmp_path / "d.json.gz", SEEN, FORMATS["2022"]),
-        folder / "CUPTI_ACTIVITY_KIND_RUNTIME.parquet",
-        folder / "NVTX_EVENTS.parquet",
-    ]
-    originals = [source.read_bytes() for source in sources]
-    codes = set()
-    for number in range(FUZZED):
-        rng = random.Random(number)
-        source, original = sources[number % len(sources)], originals[number % len(sources)]
-        source.write_bytes(mutated(original, rng))
-        code = main(["analyze", str(folder if source.parent == folder else source)])
-        captured = capsys.readouterr()
-        codes.add(code)
-        assert code in (0, 2, 3), f"seed {number}: {captured.err}"
-        assert len(captured.err.splitlines()) == (code == 2), f"seed {number}: {captured.err}"
-        source.write_bytes(original)
-
-    assert codes == {0, 2, 3} or FUZZED < 100 or codes == {2, 3}
