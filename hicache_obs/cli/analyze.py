@@ -215,7 +215,7 @@ def _show(report: AnyReport) -> None:
         return
     source = report.profile.source if isinstance(report, CopyReport) else report.report.trace.source
     sentence = _copies_sentence(report) if isinstance(report, CopyReport) else _joined_sentence(report)
-    click.echo(fit(f"{plain(source)}: {sentence}", indent=FINDING_INDENT))
+    click.echo(fit(f"{plain(source, width=1000)}: {sentence}", indent=FINDING_INDENT))
     _show_preflight(report)
     if isinstance(report, JoinedReport):
         show_findings(report.report)
@@ -250,9 +250,7 @@ def _joined_sentence(report: JoinedReport) -> str:
     bad = verdicts[Verdict.VIOLATION] + verdicts[Verdict.LATENT] + verdicts[Verdict.CONTRADICTION]
     if inner.code is ExitCode.FINDINGS:
         wrong = verdicts[Verdict.VIOLATION]
-        return (
-            f"VIOLATED: {bad:,} operation pairs are in no proven order, {wrong:,} of them ran in the wrong one; {seen}"
-        )
+        return f"VIOLATED: {bad:,} operation pair{_are(bad)} in no proven order, {wrong:,} of them ran in the wrong one; {seen}"
     if inner.code is ExitCode.CLEAN:
         return f"SAFE: every conflicting pair is in proven order; {seen}"
     if inner.undecided:
@@ -274,6 +272,10 @@ def _preflight(report: CopyReport | JoinedReport) -> list[Check]:
         text += "; no device operations, so they are those of the ranges, in the threads that run the streams"
     joined = Check("operations", report.coverage.timed == report.coverage.operations, text)
     return [joined, *(check for check in checks if check.name in _STILL_COUNTS)]
+
+
+def _are(count: int) -> str:
+    return " is" if count == 1 else "s are"
 
 
 def _show_preflight(report: CopyReport | JoinedReport) -> None:
