@@ -250,7 +250,8 @@ def _joined_sentence(report: JoinedReport) -> str:
     bad = verdicts[Verdict.VIOLATION] + verdicts[Verdict.LATENT] + verdicts[Verdict.CONTRADICTION]
     if inner.code is ExitCode.FINDINGS:
         wrong = verdicts[Verdict.VIOLATION]
-        return f"VIOLATED: {bad:,} operation pair{_are(bad)} in no proven order, {wrong:,} of them ran in the wrong one; {seen}"
+        pairs = f"{bad:,} operation pair{_are(bad)} in no proven order"
+        return f"VIOLATED: {pairs}, {wrong:,} of them ran in the wrong one; {seen}"
     if inner.code is ExitCode.CLEAN:
         return f"SAFE: every conflicting pair is in proven order; {seen}"
     if inner.undecided:

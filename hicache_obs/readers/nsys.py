@@ -32,6 +32,7 @@ from hicache_obs.readers.profile import (
     Facts,
     Int64s,
     Interner,
+    Keys,
     OpKind,
     Ops,
     Pairing,
@@ -40,7 +41,7 @@ from hicache_obs.readers.profile import (
     StreamInfo,
     ThreadInfo,
     call_kind,
-    find_keys,
+    distinct,
     note_facts,
 )
 from hicache_obs.readers.tables import ABSENT, Tables, open_tables
@@ -114,7 +115,7 @@ class _Export:
         """The whole profile."""
         self._version()
         calls = self._calls()
-        keys = self._keys(self._call_process, calls.correlation)
+        keys = Keys(self._keys(self._call_process, calls.correlation))
         self._pair(calls, keys)
         ops = self._ops(keys)
         ranges = self._ranges()
@@ -144,26 +145,23 @@ class _Export:
         start, end, thread, correlation, name, result = tables.numbers(
             _RUNTIME, ["start", "end", "globalTid", "correlationId", "nameId", "returnValue"]
         )
-        kind_of = {}
-        for key in np.unique(name).tolist():
-            what = call_kind(self._strings.get(key) or "")
-            kind_of[key] = UNKNOWN if what is None else int(what)
-        names, inverse = np.unique(name, return_inverse=True)
-        kinds = np.array([kind_of[key] for key in names.tolist()], np.int64)[inverse] if len(names) else name
+        names, place = distinct(name)
+        kind_of = [call_kind(self._strings.get(key) or "") for key in names]
+        kinds = np.array([UNKNOWN if kind is None else int(kind) for kind in kind_of], np.int64)[place]
         keep = (kinds != UNKNOWN) & (correlation >= 0)
         start, end, thread, correlation, result, kinds = (
             values[keep] for values in (start, end, thread, correlation, result, kinds)
         )
         end = np.maximum(end, start)
-        threads, where = np.unique(thread, return_inverse=True)
-        numbers = [self._threads((value // _PROCESS % _PROCESS, value % _PROCESS)) for value in threads.tolist()]
-        processes = [self._processes(value // _PROCESS % _PROCESS) for value in threads.tolist()]
-        self._call_process = np.array(processes, np.int64)[where] if len(threads) else thread
+        threads, where = distinct(thread)
+        numbers = [self._threads((value // _PROCESS % _PROCESS, value % _PROCESS)) for value in threads]
+        processes = [self._processes(value // _PROCESS % _PROCESS) for value in threads]
+        self._call_process = np.array(processes, np.int64)[where]
         unknown = np.full(len(start), UNKNOWN, np.int64)
         return Calls(
             start_ns=start,
             end_ns=end,
-            thread=np.array(numbers, np.int64)[where] if len(threads) else thread,
+            thread=np.array(numbers, np.int64)[where],
             kind=kinds,
             correlation=correlation,
             result=np.where(result == ABSENT, UNKNOWN, result),
@@ -180,11 +178,10 @@ class _Export:
         return (process << _CORRELATION_BITS) + correlation
 
     def _process(self, global_pid: Int64s) -> Int64s:
-        values, inverse = np.unique(global_pid, return_inverse=True)
-        found = [self._processes(value // _PROCESS % _PROCESS) for value in values.tolist()]
-        return np.array(found, np.int64)[inverse] if len(values) else global_pid
+        values, place = distinct(global_pid)
+        return np.array([self._processes(value // _PROCESS % _PROCESS) for value in values], np.int64)[place]
 
-    def _pair(self, calls: Calls, keys: Int64s) -> None:
+    def _pair(self, calls: Calls, keys: Keys) -> None:
         """Streams of records, waits and synchronisations, and the record each wait refers to."""
         tables, facts = self._tables, self._facts
         waits = np.isin(calls.kind, (CallKind.STREAM_WAIT, CallKind.EVENT_QUERY, CallKind.EVENT_SYNC))
@@ -192,7 +189,7 @@ class _Export:
         columns = ["deviceId", "contextId", "streamId", "correlationId", "globalPid", "eventId", "eventSyncId"]
         device, context, stream, correlation, pid, event, sync_id = tables.numbers(_EVENT, columns)
         process = self._process(pid)
-        record_call = find_keys(keys, self._keys(process, correlation))
+        record_call = keys.find(self._keys(process, correlation))
         record_keys = process, context, event, correlation, sync_id
         facts.record_rows = len(event)
         known = record_call != UNKNOWN
@@ -205,7 +202,7 @@ class _Export:
         device, context, stream, correlation, pid, event, sync_id = tables.numbers(_SYNC, columns)
         facts.sync_table, facts.sync_rows = bool(tables.columns(_SYNC)), len(event)
         process = self._process(pid)
-        index = find_keys(keys, self._keys(process, correlation))
+        index = keys.find(self._keys(process, correlation))
         self._note_gaps(process[index == UNKNOWN], correlation[index == UNKNOWN])
         if not len(calls):
             return
@@ -233,7 +230,7 @@ class _Export:
 
     # -- device operations -----------------------------------------------------------------------------------
 
-    def _ops(self, keys: Int64s) -> Ops:
+    def _ops(self, keys: Keys) -> Ops:
         parts = [part for part in (self._kernels(), self._copies(), self._memsets(), self._graphs()) if part]
         if not parts:
             parts = [[np.empty(0, np.int64) for _ in range(8)]]
@@ -245,7 +242,7 @@ class _Export:
         start, end = np.where(useless, UNKNOWN, start), np.where(useless, UNKNOWN, end)
         self._facts.dropped = int(useless.sum())
         correlation = np.where((correlation < 0) | (correlation >= _NO_ID), UNKNOWN, correlation)
-        call = np.where(correlation == UNKNOWN, UNKNOWN, find_keys(keys, self._keys(process, correlation)))
+        call = np.where(correlation == UNKNOWN, UNKNOWN, keys.find(self._keys(process, correlation)))
         return Ops(start, end, kind, stream, call, correlation, size, name, pageable)
 
     def _common(self, table: str, more: list[str]) -> list[Int64s]:
@@ -267,7 +264,8 @@ class _Export:
             kinds[copy == code] = kind
         self._facts.batch_copies = int((count > 1).sum())
         pageable = ((source == _PAGEABLE) | (target == _PAGEABLE)).astype(np.int64)
-        names = np.array([self._names(OpKind(k).name.lower()) for k in kinds.tolist()], np.int64)
+        values, place = distinct(kinds)
+        names = np.array([self._names(OpKind(value).name.lower()) for value in values], np.int64)[place]
         return [start, end, kinds, stream, process, correlation, np.maximum(size, 0), names, pageable]
 
     def _memsets(self) -> list[Int64s]:
@@ -284,18 +282,21 @@ class _Export:
         return [start, end, kind, stream, process, correlation, np.zeros(len(start), np.int64), name]
 
     def _named(self, ids: Int64s) -> Int64s:
-        values, inverse = np.unique(ids, return_inverse=True)
-        found = [self._names(self._strings.get(value) or "kernel") for value in values.tolist()]
-        return np.array(found, np.int64)[inverse] if len(values) else ids
+        values, place = distinct(ids)
+        return np.array([self._names(self._strings.get(value) or "kernel") for value in values], np.int64)[place]
 
     def _stream(self, process: Int64s, device: Int64s, context: Int64s, stream: Int64s) -> Int64s:
         """Indices of the streams these rows name."""
-        if not len(stream):
-            return np.empty(0, np.int64)
-        rows = np.stack([process, np.maximum(device, 0), context, stream], axis=1)
-        values, inverse = np.unique(rows, axis=0, return_inverse=True)
-        found = np.array([self._streams(tuple(value)) for value in values.tolist()], np.int64)
-        return found[inverse.reshape(-1)]
+        code = np.zeros(len(stream), np.int64)
+        for part in (process, np.maximum(device, 0), context, stream):
+            values, place = distinct(part)
+            _, code = distinct(code * len(values) + place)  # dense again, so that it cannot overflow
+        first = np.full(int(code.max(initial=-1)) + 1, -1, np.int64)
+        first[code[::-1]] = np.arange(len(code))[::-1]
+        rows = zip(
+            *(column[first].tolist() for column in (process, np.maximum(device, 0), context, stream)), strict=True
+        )
+        return np.array([self._streams(row) for row in rows], np.int64)[code]
 
     def _stream_kinds(self) -> dict[tuple[int, int, int], StreamKind]:
         columns = ["processId", "contextId", "streamId", "flag"]
@@ -358,6 +359,18 @@ class _Export:
         return Ranges(start[picked], ends, np.array(threads, np.int64), np.array(named, np.int64), domains, payload)
 
 
+_MAX_SYNC_ID: Final = 1 << 40
+
+
+def _named(sync_id: Int64s) -> npt.NDArray[np.bool_]:
+    """Where a sync id says something."""
+    return (sync_id > 0) & (sync_id != _NO_ID) & (sync_id < _MAX_SYNC_ID)
+
+
+def _sync_keys(process: Int64s, sync_id: Int64s) -> Int64s:
+    return process * _MAX_SYNC_ID + sync_id
+
+
 _EventKeys = tuple[Int64s, Int64s, Int64s, Int64s, Int64s]
 """Process, context, event id, correlation id, sync id."""
 
@@ -374,6 +387,10 @@ def _records_of(
     A record in ``unseen`` (see ``_records_without_row``) between the two may be of the same event and replace the one
     that was found: then nobody knows.
     """
+    if len(records[4]) and _named(records[4]).all() and _named(rows[4][wanted]).all():
+        place = Keys(_sync_keys(records[0], records[4])).find(_sync_keys(rows[0][wanted], rows[4][wanted]))
+        calls = np.where(place == UNKNOWN, UNKNOWN, record_call[place])
+        return np.where(calls == UNKNOWN, Pairing.UNRESOLVED, calls).astype(np.int64)
     by_sync: dict[tuple[int, int], int] = {}
     by_event: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     columns = [column.tolist() for column in (*records, record_call)]

@@ -293,15 +293,46 @@ def column(values: Iterable[int] | Sequence[int] | Int64s) -> Int64s:
     return np.array(values if isinstance(values, (list, tuple)) else list(values), dtype=np.int64)
 
 
-def find_keys(keys: Int64s, wanted: Int64s) -> Int64s:
-    """For each of ``wanted`` the position in ``keys`` that holds it, ``UNKNOWN`` if none; the first if several."""
-    if not len(keys):
-        return np.full(len(wanted), UNKNOWN, np.int64)
-    order = np.argsort(keys, kind="stable")
-    sorted_keys = keys[order]
-    place = np.searchsorted(sorted_keys, wanted)
-    place[place == len(keys)] = 0
-    return np.where(sorted_keys[place] == wanted, order[place], UNKNOWN).astype(np.int64)
+_FEW: Final = 1 << 16
+
+
+def distinct(values: Int64s) -> tuple[list[int], Int64s]:
+    """The different values, ascending, and for each row the place of its own among them.
+
+    Columns of a profile have few values, mostly close together: a sort is then the slowest way.
+    """
+    if not len(values):
+        return [], values
+    low, high = int(values.min()), int(values.max())
+    if low == high:
+        return [low], np.zeros(len(values), np.int64)
+    if high - low < _FEW:
+        there = np.zeros(high - low + 1, bool)
+        there[values - low] = True
+        found = np.flatnonzero(there)
+        place = np.zeros(len(there), np.int64)
+        place[found] = np.arange(len(found))
+        return (found + low).tolist(), place[values - low]
+    uniques, inverse = np.unique(values, return_inverse=True)
+    return uniques.tolist(), inverse.reshape(-1).astype(np.int64)
+
+
+class Keys:
+    """Look-ups in a column of keys."""
+
+    def __init__(self, keys: Int64s) -> None:
+        ascending = bool((keys[1:] >= keys[:-1]).all())
+        self._order = None if ascending else np.argsort(keys, kind="stable")
+        self._sorted = keys if self._order is None else keys[self._order]
+
+    def find(self, wanted: Int64s) -> Int64s:
+        """For each of ``wanted`` the row that holds it, ``UNKNOWN`` if none; the first if several."""
+        if not len(self._sorted):
+            return np.full(len(wanted), UNKNOWN, np.int64)
+        place = np.searchsorted(self._sorted, wanted)
+        place[place == len(self._sorted)] = 0
+        row = place if self._order is None else self._order[place]
+        return np.where(self._sorted[place] == wanted, row, UNKNOWN).astype(np.int64)
 
 
 def overlaps(ops: Ops, error_ns: int) -> tuple[Int64s, Int64s]:

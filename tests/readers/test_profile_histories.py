@@ -35,6 +35,8 @@ from hicache_obs.records import (
     OpId,
     Relocate,
     Space,
+    StreamId,
+    ThreadId,
     page_ids,
 )
 from hicache_obs.testing import RecordingSink, races
@@ -412,6 +414,39 @@ def test_a_failed_call_did_nothing(tmp_path: Path) -> None:
     assert from_profile(read_export(tmp_path, [seen], "2025.1"), seen)[0] == {}
     failed = read_export(tmp_path, [replace(seen, calls=calls)], "2025.1")
     assert from_profile(failed, seen)[0].keys() == {(OpId(0), OpId(3))}
+
+
+@pytest.mark.parametrize("text", ["F:w1 e=F L<e L:w1", "F:w1 e=F h<e L:w1", "F:w1 h<F L:w1", "F:w1 h<* L:w1"])
+def test_a_row_whose_call_is_lost_leaves_a_doubt(tmp_path: Path, text: str) -> None:
+    from hicache_obs.testing import History
+
+    seen = profiled(History(text).records, seed=2, threads=1, kinds=False, start_ns=EPOCH_NS)
+    lost = seen.without(calls=[call for call in seen.calls if call.correlation == seen.syncs[0].correlation])
+    last = OpId(len(text.split()) - 1)
+
+    for generation in GENERATIONS:
+        assert from_profile(read_export(tmp_path, [seen], generation), seen)[0] == {}
+        found = from_profile(read_export(tmp_path, [lost], generation), seen)[0]
+        assert set(found) == {(OpId(0), last)}
+        assert found[OpId(0), last] is Verdict.UNKNOWN
+    assert from_profile(read_trace(tmp_path, seen, "2025"), seen)[0] == {}
+    assert from_profile(read_trace(tmp_path, lost, "2025"), seen)[0][OpId(0), last] is Verdict.UNKNOWN
+
+
+def test_replays_of_unnamed_graphs_are_not_taken_for_one_graph(tmp_path: Path) -> None:
+    """Two graphs on two streams race; two replays of one graph do not. A file that tells neither leaves a doubt."""
+    pages = page_ids([1])
+
+    def replay(op: int, graph: int, stream: int) -> GraphReplay:
+        access = Access(Space.DEVICE, Mode.WRITE, pages)
+        return GraphReplay(OpId(op), ThreadId(0), 0, graph, StreamId(stream), 0, 0, 0, ALL_LAYERS, (access,))
+
+    for graphs in ((0, 1), (0, 0)):
+        seen = profiled([replay(0, graphs[0], 1), replay(1, graphs[1], 2)], seed=4, threads=1)
+        assert bool(judged(seen.history)[0]) == (graphs == (0, 1))
+        verdicts = from_profile(read_export(tmp_path, [seen], "2025.1"), seen)[0]
+        assert verdicts.keys() == {(OpId(0), OpId(1))}
+        assert verdicts[OpId(0), OpId(1)] in (Verdict.UNKNOWN, Verdict.VIOLATION)
 
 
 def test_every_kind_a_profiler_sees_is_in_the_histories() -> None:

@@ -313,3 +313,33 @@ def test_a_report_that_nsys_cannot_read(tmp_path: Path, capsys: pytest.CaptureFi
 
     assert "nsys cannot read it: Version number is invalid" in refused(capsys, path)
     assert shutil.which("nsys") == str(nsys)
+
+
+def test_the_fast_path_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every odd value as well: both let SQLite make integers of them."""
+    pytest.importorskip("adbc_driver_sqlite", reason="tool: adbc-driver-sqlite is not installed; the extra profilers")
+    for number, value in enumerate(ODD_VALUES):
+        odd = changed("CUPTI_ACTIVITY_KIND_RUNTIME", "returnValue", value)
+        path = write_nsys(tmp_path / f"{number}?#%20.sqlite", odd)
+        slow = read_nsys(path)
+        monkeypatch.setattr(tables, "_LARGE", 0)
+        quick = read_nsys(path)
+        monkeypatch.undo()
+        for column in ("start_ns", "stream", "call", "size_bytes"):
+            assert getattr(quick.ops, column).tolist() == getattr(slow.ops, column).tolist()
+        for column in ("start_ns", "result", "record", "stream"):
+            assert getattr(quick.calls, column).tolist() == getattr(slow.calls, column).tolist()
+
+
+def test_the_fast_path_names_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("adbc_driver_sqlite", reason="tool: adbc-driver-sqlite is not installed; the extra profilers")
+    path = write_nsys(tmp_path / "export.sqlite", export())
+    monkeypatch.setattr(tables, "_LARGE", 0)
+
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        query = "SELECT rootpage FROM sqlite_master WHERE name = 'CUPTI_ACTIVITY_KIND_MEMCPY'"
+        page = database.execute(query).fetchone()[0]
+    damage(path, lambda data: data[: (page - 1) * 4096] + b"\x0d\xff" * 2048 + data[page * 4096 :])
+
+    with pytest.raises(TraceError, match=r"export\.sqlite: "):
+        read_nsys(path)
