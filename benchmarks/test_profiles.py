@@ -120,11 +120,11 @@ def test_kineto_json(benchmark: BenchmarkFixture, request: pytest.FixtureRequest
 @pytest.mark.parametrize("which", ["generated", "real"])
 def test_kineto_hta(benchmark: BenchmarkFixture, request: pytest.FixtureRequest, which: str) -> None:
     path = request.getfixturevalue(which)
-    from hta.common.trace_parser import parse_trace_file
+    from hta.common.trace_parser import parse_trace_dataframe
 
     group, size = f"torch.profiler trace, {which} (MB)", path.stat().st_size / 1e6
-    peak = f"from hta.common.trace_parser import parse_trace_file; parse_trace_file({str(path)!r})"
-    _measure(benchmark, group, lambda: parse_trace_file(str(path)), peak, size)
+    peak = f"from hta.common.trace_parser import parse_trace_dataframe; parse_trace_dataframe({str(path)!r})"
+    _measure(benchmark, group, lambda: parse_trace_dataframe(str(path)), peak, size)
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["adbc", "standard library"])

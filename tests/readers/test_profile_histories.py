@@ -433,6 +433,23 @@ def test_a_row_whose_call_is_lost_leaves_a_doubt(tmp_path: Path, text: str) -> N
     assert from_profile(read_trace(tmp_path, lost, "2025"), seen)[0][OpId(0), last] is Verdict.UNKNOWN
 
 
+def test_a_query_without_an_answer_proves_nothing(tmp_path: Path) -> None:
+    """torch.profiler has no answers; Nsight Systems has: a poll if it was yes, nothing if it was no."""
+    from hicache_obs.testing import History
+
+    pair, answers = (OpId(0), OpId(3)), set()
+    for seed in range(24):
+        seen = profiled(History("F:w1 e=F h?e L:w1").records, seed=seed, threads=1, kinds=False, start_ns=EPOCH_NS)
+        answer = seen.calls[2].result == 0
+        answers.add(answer)
+
+        assert from_profile(read_trace(tmp_path, seen, "2025"), seen)[0][pair] in (Verdict.UNKNOWN, Verdict.VIOLATION)
+        verdicts, weak = from_profile(read_export(tmp_path, [seen], "2025.1"), seen)
+        assert (pair in weak, pair in verdicts) == (answer, not answer)
+
+    assert answers == {True, False}
+
+
 def test_replays_of_unnamed_graphs_are_not_taken_for_one_graph(tmp_path: Path) -> None:
     """Two graphs on two streams race; two replays of one graph do not. A file that tells neither leaves a doubt."""
     pages = page_ids([1])
