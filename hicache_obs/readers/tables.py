@@ -174,6 +174,7 @@ class ArrowTables:
             dataset = self._dataset(table)
             _check_rows(self.source, table, dataset.count_rows(), MAX_VALUES // len(names))
             rows = dataset.to_table(columns=wanted)
+            rows.validate(full=True)  # offsets of a damaged file may lead anywhere
             for name in wanted:
                 values = rows[name]
                 if not pa.types.is_integer(values.type):
@@ -197,7 +198,9 @@ class ArrowTables:
             _check_rows(self.source, table, count, MAX_TEXTS)
             if name not in have:
                 return [None] * count
-            found = self._dataset(table).to_table(columns=[name])[name].to_pylist()
+            column = self._dataset(table).to_table(columns=[name])[name]
+            column.validate(full=True)
+            found = column.to_pylist()
         except (pa.ArrowException, OSError, ValueError) as error:
             raise TraceError(f"{self.source}: table {table}: {_first_line(error)}") from None
         return [None if value is None else str(value) for value in found]

@@ -268,6 +268,21 @@ def test_a_damaged_table_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "CUPTI_ACTIVITY_KIND_RUNTIME" in refused(capsys, folder)
 
 
+def test_a_text_of_negative_length_in_an_arrow_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Arrow itself believes the offsets of a file."""
+    import pyarrow as pa
+    from pyarrow import ipc
+
+    folder = write_nsys_folder(tmp_path / "folder", export(), kind="arrow")
+    offsets = pa.py_buffer(b"".join(n.to_bytes(4, "little") for n in (0, 3, 1)))
+    texts = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"abc"))
+    table = pa.table({"id": pa.array([1, 2]), "value": texts})
+    with ipc.new_file(folder / "StringIds.arrow", table.schema) as file:
+        file.write_table(table)
+
+    assert "table StringIds" in refused(capsys, folder)
+
+
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/no/such/file"])
 def test_paths_that_are_no_files(capsys: pytest.CaptureFixture[str], path: str) -> None:
     assert "No such file" in (line := refused(capsys, path)) or "must be a regular file" in line
