@@ -364,7 +364,8 @@ _MAX_SYNC_ID: Final = 1 << 40
 
 def _named(sync_id: Int64s) -> npt.NDArray[np.bool_]:
     """Where a sync id says something."""
-    return (sync_id > 0) & (sync_id != _NO_ID) & (sync_id < _MAX_SYNC_ID)
+    named: npt.NDArray[np.bool_] = (sync_id > 0) & (sync_id != _NO_ID) & (sync_id < _MAX_SYNC_ID)
+    return named
 
 
 def _sync_keys(process: Int64s, sync_id: Int64s) -> Int64s:
