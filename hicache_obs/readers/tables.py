@@ -77,7 +77,7 @@ class SqliteTables:
             self._connection.execute("PRAGMA query_only = ON")
             query = "SELECT name, sql, rootpage FROM sqlite_master WHERE type = 'table'"
             rows = self._connection.execute(query).fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: of SQLite's own message
             raise TraceError(f"{path}: damaged SQLite file: {error}") from None
         self._fast = _fast_path(path)
         # A view or a virtual table runs what its author wrote; an export has neither.
@@ -158,7 +158,10 @@ class ArrowTables:
         """See ``Tables.columns``."""
         if table not in self._files:
             return frozenset()
-        return frozenset(self._dataset(table).schema.names)
+        try:
+            return frozenset(self._dataset(table).schema.names)
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{self._files[table]}: {error}") from None
 
     def numbers(self, table: str, names: Sequence[str]) -> list[Int64s]:
         """See ``Tables.numbers``."""
