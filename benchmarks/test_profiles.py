@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 ROWS = int(os.environ.get("HICACHE_OBS_BENCH_ROWS", "2000000"))
 TRACE_BYTES = 54_000_000
 REAL = "hta_v100_perf_54MB.json.gz"
-PEAK = "import resource, sys; {code}; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+PEAK = "{code}; print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
 WRITERS = "import sys; sys.path.insert(0, {here!r}); import profiles; from pathlib import Path; profiles.{call}"
 READ = "from hicache_obs.readers.{module} import {name}; {name}({path!r})"
 
@@ -120,11 +120,11 @@ def test_kineto_json(benchmark: BenchmarkFixture, request: pytest.FixtureRequest
 @pytest.mark.parametrize("which", ["generated", "real"])
 def test_kineto_hta(benchmark: BenchmarkFixture, request: pytest.FixtureRequest, which: str) -> None:
     path = request.getfixturevalue(which)
-    from hta.common.trace_parser import parse_trace_dataframe
+    from hta.common.trace import parse_trace_file
 
     group, size = f"torch.profiler trace, {which} (MB)", path.stat().st_size / 1e6
-    peak = f"from hta.common.trace_parser import parse_trace_dataframe; parse_trace_dataframe({str(path)!r})"
-    _measure(benchmark, group, lambda: parse_trace_dataframe(str(path)), peak, size)
+    peak = f"from hta.common.trace import parse_trace_file; parse_trace_file({str(path)!r})"
+    _measure(benchmark, group, lambda: parse_trace_file(str(path)), peak, size)
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["adbc", "standard library"])
