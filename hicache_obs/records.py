@@ -81,6 +81,8 @@ MAX_IDS: Final = 1 << 26
 """Ids of one pool are below this: the analyzer keeps 33 bytes for each up to the largest."""
 MAX_SLOTS: Final = 1 << 24
 MAX_ARENA_WORDS: Final = 1 << 30
+NVTX_DOMAIN: Final = "hicache"
+"""Domain of this project's ranges; their payload is the operation id."""
 MAX_REASONS: Final = 16
 OBSERVABLE_STATED: Final = 1 << 62
 """In ``RingWord.OBSERVABLE``: the other bits mean something."""
@@ -265,6 +267,8 @@ class DropReason(enum.IntEnum):
     """The recorder failed, or was called in the middle of its own work (from a signal handler)."""
     MISSING = 5
     """The file no longer has them: overwritten in a ring that was read, or a journal segment that is gone."""
+    EDGE = 6
+    """A wait or synchronisation whose other side the source does not name. An order may be missing, nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

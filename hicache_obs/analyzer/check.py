@@ -418,7 +418,7 @@ class Analyzer:
             self._sink.on_weak_ordering(hazard, proof.value, (earlier.op, later.op))
         if proof in (Proof.ORDERED, Proof.POLLED):
             return
-        if proof is Proof.NONE and (earlier.seq < self._order.lost_at or self._foreign.covers(conflict.overlaps)):
+        if proof is Proof.NONE and (earlier.seq < self._order.doubt_at or self._foreign.covers(conflict.overlaps)):
             proof = Proof.UNKNOWN
         later.unordered += (earlier.op,)
         self._taint.race(earlier, later, conflict.overlaps)
@@ -513,7 +513,9 @@ class Analyzer:
 
     def _on_lost(self, record: Lost) -> None:
         self._close_replay()
-        if record.reason is not DropReason.UNRESOLVED:  # else only device times are missing: no edge, no access
+        if record.reason is DropReason.EDGE:
+            self._order.doubt(self._seq)
+        elif record.reason is not DropReason.UNRESOLVED:  # else only device times are missing: no edge, no access
             self._order.lose(self._seq)
             self._channels.lose()
             self._ownership.lose()

@@ -111,11 +111,17 @@ class Order:
         """Sum of those of them that some thread did not know to be complete; empty, and no edge, without any."""
         self._depth = 1
         self._lost_at = -1
+        self._doubt_at = -1
 
     @property
     def lost_at(self) -> int:
         """Trace position of the newest loss, -1 if nothing was lost."""
         return self._lost_at
+
+    @property
+    def doubt_at(self) -> int:
+        """Trace position of the newest place where an edge may be missing, -1 if there is none."""
+        return self._doubt_at
 
     @property
     def actors(self) -> int:
@@ -315,7 +321,11 @@ class Order:
 
     def lose(self, seq: int) -> None:
         """Records before ``seq`` are missing: what named events mean is doubtful until they are recorded again."""
-        self._lost_at = seq
+        self._lost_at = self._doubt_at = seq
+
+    def doubt(self, seq: int) -> None:
+        """At ``seq`` somebody waited for something unknown: pairs from before it that look unordered are doubtful."""
+        self._doubt_at = seq
 
     def floor(self) -> Clock:
         """Per actor, the epoch that every host thread knows to be complete: older operations cannot race."""

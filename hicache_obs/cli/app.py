@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "demo": "Show the race, the proof and the fix on a real engine.",
     "check": "Check scenario, journal and ring files for races.",
     "explore": "Run a controller for every way its host code can go.",
+    "analyze": "Judge Nsight Systems and torch.profiler recordings.",
     "replay": "Prove a finding: run its witness on the virtual device.",
     "agent": "Watch a node: read, judge and export what all its ranks record.",
     "status": "Show the rings of this node and whether they are read.",

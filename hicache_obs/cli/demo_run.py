@@ -272,6 +272,8 @@ class DemoRun:
         self._journal_problem = ""
         self._board = FindingsBoard() if board is None else board
         self._outputs = outputs
+        self._next_op = 0
+        """Runs go on counting: a profile of the process holds every operation id once."""
         self._ring_slots = read_setting("ring_slots")[0]
         self._arena_ids = read_setting("arena_ids")[0]
         self._poll_s = read_setting("poll_ms")[0] / 1e3
@@ -380,7 +382,7 @@ class DemoRun:
             ring = create_ring(
                 "demo", directory=folder, slots=self._ring_slots, arena_words=self._arena_ids, clock=bare.host_ns
             )
-            recorder = Recorder(ring, clock=bare.host_ns)
+            recorder = Recorder(ring, clock=bare.host_ns, first_op=self._next_op)
             recorder.define_engine(ENGINE)
             recorder.define_pool("kv", options.engine.layers)
             observed = RecordedDevice(bare, recorder)
@@ -410,6 +412,7 @@ class DemoRun:
                 shown.refresh()
             finally:
                 self._show_ring(reader, running=False)
+                self._next_op = recorder.next_op
                 ring.close()
                 reader.close()
 

@@ -160,6 +160,11 @@ def read_definitions(path: Path, info: JournalInfo) -> list[Define]:
         raise TraceError(f"{path}: damaged header: {META}definitions: {_one_line(error)}") from None
 
 
+def journal_ranks(directory: Path) -> list[int]:
+    """Ranks that have a journal in ``directory``, ascending."""
+    return sorted({int(match[1]) for file in directory.iterdir() if (match := FILE_NAME.fullmatch(file.name))})
+
+
 def _newest_run(directory: Path, rank: int | None, notes: list[str]) -> list[tuple[Path, JournalInfo]]:
     by_rank: dict[int, list[tuple[int, Path]]] = {}
     for file in directory.iterdir():

@@ -21,7 +21,8 @@ import os
 import threading
 from typing import Any, Final, Protocol
 
-DOMAIN: Final = "hicache"
+from hicache_obs.records import NVTX_DOMAIN
+
 _INJECTION: Final = ("NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH")
 
 
@@ -119,11 +120,11 @@ class ModuleRanges:
 
     def push(self, name: RangeName, op: int) -> None:
         """See ``Ranges.push``."""
-        self._nvtx.push_range(_MESSAGES[name], color="blue", domain=DOMAIN, payload=op)
+        self._nvtx.push_range(_MESSAGES[name], color="blue", domain=NVTX_DOMAIN, payload=op)
 
     def pop(self) -> None:
         """See ``Ranges.pop``."""
-        self._nvtx.pop_range(domain=DOMAIN)
+        self._nvtx.pop_range(domain=NVTX_DOMAIN)
 
 
 def open_ranges() -> Ranges:
@@ -134,7 +135,7 @@ def open_ranges() -> Ranges:
         return NoRanges(RangeStatus.NO_PACKAGE)
     expected = any(os.environ.get(variable) for variable in _INJECTION)
     get_domain = getattr(nvtx, "get_domain", None)
-    domain: Any = get_domain(DOMAIN) if get_domain is not None else None
+    domain: Any = get_domain(NVTX_DOMAIN) if get_domain is not None else None
     if not hasattr(domain, "push_range"):
         return ModuleRanges(nvtx) if expected else NoRanges()
     if domain.get_event_attributes(message=RangeName.SEGMENT.message) is None:  # what a dummy domain answers

@@ -127,6 +127,8 @@ class Recorder:
         clock: The observed device's ``host_ns``.
         ranges: NVTX ranges; chosen for this process by default.
         max_pending: Operations that may wait for their device times. Beyond that the oldest never gets any.
+        first_op: Id of the first operation. A process with several recorders, one after the other, goes on with
+            ``next_op`` of the one before: a profile of the process then holds every id once.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Recorder:
         clock: Callable[[], int],
         ranges: Ranges | None = None,
         max_pending: int = DEFAULT_MAX_PENDING,
+        first_op: int = 0,
     ) -> None:
         self._sink = sink
         self._clock = clock
@@ -151,7 +154,7 @@ class Recorder:
         self._on = True
         self._me = _Me()
         self._threads = 0
-        self._next_op = OpId(0)
+        self._next_op = OpId(first_op)
         self._events = itertools.count(1)
         self._sites: dict[str, int] = {}
         self._streams: set[int] = set()
@@ -168,6 +171,11 @@ class Recorder:
     def on(self) -> bool:
         """False once too many failures have switched recording off, or the sink is closed."""
         return self._on and self._sink.writable
+
+    @property
+    def next_op(self) -> int:
+        """Id of the next operation."""
+        return self._next_op
 
     @property
     def ranges(self) -> Ranges:

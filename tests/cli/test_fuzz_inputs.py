@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gzip
 import io
 import json
 import os
@@ -23,6 +24,9 @@ import pytest
 from hicache_obs.cli import main
 from hicache_obs.readers.journal import JournalWriter
 from hicache_obs.recorder import RingWriter
+from hicache_obs.testing.kineto_writer import FORMATS, write_kineto
+from hicache_obs.testing.nsys_writer import GENERATIONS, nsys_tables, write_nsys, write_nsys_folder
+from hicache_obs.testing.profiled import Seen, profiled
 from hicache_obs.testing.programs import random_program
 
 INPUTS = int(os.environ.get("HICACHE_OBS_FUZZ_INPUTS", "300"))
@@ -190,7 +194,51 @@ def journal_input(rng: random.Random, folder: Path) -> Path:
     return victim if action > 3 and victim.exists() and rng.random() < 0.5 else path
 
 
-MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (scenario_input, ring_input, journal_input)
+def _seen(rng: random.Random) -> Seen:
+    """What a profiler saw of a random history."""
+    return profiled(random_program(rng.randrange(1000)), seed=1, start_ns=1_700_000_000_000_000_000)  # type: ignore[arg-type] # as above
+
+
+def export_input(rng: random.Random, folder: Path) -> Path:
+    """A damaged export of Nsight Systems: odd values, bytes, or a table of a folder."""
+    tables = nsys_tables([_seen(rng)], rng.choice(tuple(GENERATIONS.values())))
+    if rng.random() < 0.4:
+        for name in rng.sample(sorted(tables), min(3, len(tables))):
+            columns, rows = tables[name]
+            row, column = rng.randrange(len(rows)), rng.randrange(len(columns))
+            odd = rng.choice((*WORDS[:14], "", "1; DROP TABLE StringIds", b"\xff", 1e300, None, -1))
+            rows[row] = (*rows[row][:column], odd, *rows[row][column + 1 :])
+        return write_nsys(folder / "export.sqlite", tables)
+    if rng.random() < 0.5:
+        path = write_nsys(folder / "export.sqlite", tables)
+        path.write_bytes(mutate_bytes(rng, path.read_bytes()))
+        return path
+    path = write_nsys_folder(folder / "export", tables, kind=rng.choice(("parquet", "arrow")))
+    victim = rng.choice(sorted(path.iterdir()))
+    victim.write_bytes(mutate_bytes(rng, victim.read_bytes()))
+    return path
+
+
+def trace_input(rng: random.Random, folder: Path) -> Path:
+    """A damaged trace of torch.profiler, gzipped at times; damaged before or after."""
+    path = write_kineto(folder / "trace.json", _seen(rng), rng.choice(tuple(FORMATS.values())))
+    mutate = rng.choice((mutate_json, mutate_json, mutate_text, mutate_bytes))
+    data = path.read_bytes() if rng.random() < 0.2 else mutate(rng, path.read_bytes())
+    if rng.random() < 0.3:
+        data = mutate_bytes(rng, gzip.compress(data)) if rng.random() < 0.5 else gzip.compress(data)
+    path.write_bytes(data)
+    return path
+
+
+MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (
+    scenario_input,
+    ring_input,
+    journal_input,
+    export_input,
+    trace_input,
+)
+COMMANDS = (["check"], ["check", "--json"], ["replay"])
+PROFILE_COMMANDS = (["analyze"], ["analyze", "--json"])
 
 
 # -- running -------------------------------------------------------------------------------------------------
@@ -241,8 +289,9 @@ def test_damaged_inputs(block: int, tmp_path: Path) -> None:
         rng = random.Random(seed)
         folder = tmp_path / str(seed)
         folder.mkdir()
-        path = MAKERS[seed // BLOCKS % len(MAKERS)](rng, folder)
-        command = rng.choice((["check"], ["check", "--json"], ["replay"]))
+        maker = MAKERS[seed // BLOCKS % len(MAKERS)]
+        path = maker(rng, folder)
+        command = rng.choice(PROFILE_COMMANDS if maker in (export_input, trace_input) else COMMANDS)
         wrong, code = fault(path, [*command, str(path)])
         if wrong:
             KEPT.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,60 @@
+"""``open_profile``: a profiler's file of any kind, told apart by its contents."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Final
+
+from hicache_obs.errors import TraceError
+from hicache_obs.readers.nsys_report import exported, is_report
+from hicache_obs.readers.profile import Profile
+from hicache_obs.readers.trace_file import size_of
+
+_SQLITE: Final = b"SQLite format 3\x00"
+_GZIP: Final = b"\x1f\x8b"
+_EVENTS: Final = b'"traceEvents"'
+
+
+def open_profile(path: str | os.PathLike[str]) -> Profile | None:
+    """The profile in an Nsight Systems report or export, or a torch.profiler trace; ``None`` if it is none of these.
+
+    Raises:
+        TraceError: It is one, but cannot be read; or no file at all.
+    """
+    target = Path(path)
+    if target.is_dir():
+        if any((target / f"StringIds{suffix}").is_file() for suffix in (".parquet", ".arrow")):
+            from hicache_obs.readers.nsys import read_nsys
+
+            return read_nsys(target)
+        return None
+    if is_report(target):
+        from hicache_obs.readers.nsys import read_nsys
+
+        with exported(target) as export:
+            profile = read_nsys(export)
+        profile.source = str(target)
+        return profile
+    size_of(target)
+    try:
+        with target.open("rb") as file:
+            start = file.read(64)
+    except OSError as error:
+        raise TraceError(f"{target}: {error.strerror}") from None
+    if start.startswith(_SQLITE):
+        from hicache_obs.readers.nsys import read_nsys
+
+        return read_nsys(target)
+    if start.startswith(_GZIP) or start.lstrip()[:1] == b"[" or (start.lstrip()[:1] == b"{" and _has_events(target)):
+        from hicache_obs.readers.kineto import read_kineto
+
+        return read_kineto(target)
+    return None
+
+
+def _has_events(path: Path) -> bool:
+    """Whether a JSON file has the key of a Chrome trace: a scenario is JSON too."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(_EVENTS) >= 0
