@@ -151,6 +151,8 @@ def test_a_forgotten_event_orders_nothing_for_sure(monkeypatch: pytest.MonkeyPat
     assert _proofs([*begin, *_many_events(2, 8), *end]) == []
     assert _proofs([*begin, *_many_events(2, 2 * check.PRUNE_EVERY), *end]) == [Proof.UNKNOWN]
     assert _proofs([*begin, *_many_events(2, 2 * check.PRUNE_EVERY), end[1]]) == [Proof.NONE]
+    earlier = EventRecord(OpId(8999), MAIN, 0, EventId(2), A)  # both records share a clock, but for the write between
+    assert _proofs([earlier, *begin, *_many_events(2, 2 * check.PRUNE_EVERY), *end]) == [Proof.UNKNOWN]
 
 
 def test_a_forgotten_event_that_was_observed_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from hicache_obs.records import (
     ThreadId,
     WaitStream,
 )
-from hicache_obs.testing import RecordingSink
+from hicache_obs.testing import History, RecordingSink
 from hicache_obs.testing.programs import random_program
 from hicache_obs.trace import Trace, make_trace
 
@@ -91,6 +91,14 @@ def test_a_stream_is_first_in_first_out() -> None:
         "s2": (102, 152),
         "s3": (6, 26),
     }
+
+
+def test_every_call_has_its_span() -> None:
+    """The first operation's too, whose id is 0 in a trace that counts from there."""
+    planned = plan(make_trace("test", cast("list[AnyRecord]", History("F:w5 h<F").records)))
+
+    assert sorted(planned.calls) == [0, 1]
+    assert sorted(planned.runs) == [0]
 
 
 def test_a_stream_waits_for_the_record_that_was_current() -> None:
