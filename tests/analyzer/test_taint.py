@@ -250,6 +250,13 @@ def test_rows() -> None:
     assert named(radius("F:w5 L:w5 h<*", damaged)) == "round 50 device 5,6,8"
 
 
+def test_a_round_that_also_reads_something_else_wrong_is_spoiled_as_a_whole() -> None:
+    """Which of its rows used the host page is not known."""
+    both = msgspec.structs.replace(two_rows(), accesses=(*two_rows().accesses, host(Mode.READ, page_ids([3]))))
+    assert radius("F:w5W3 L:w5W3 h<*", both).requests == (1, 2)
+    assert radius("F:w5 L:w5 h<*", both).requests == (1,)
+
+
 def test_a_fresh_page_is_not_read() -> None:
     """A row that only writes a page reads nothing there but its own."""
     assert named(radius("F:w6 L:w6 h<*", two_rows())) == "device 6"
