@@ -66,8 +66,6 @@ def test_blocks_go_across_the_end_of_the_ring(ring):
             seen += reader.poll()
     copies = [one for one in seen if isinstance(one, Memcpy)]
     assert [(one.group, one.layers[0]) for one in copies] == [(n, layer) for n in range(5) for layer in range(3)]
-        (group, layer) for group in range(5) for layer in range(3)
-    ]
     assert all(one.accesses[1].ids.tolist() == [one.group, one.group + 1] for one in copies)
     assert len([one for one in seen if isinstance(one, EventRecord)]) == 15
     assert ring.dropped == {}
