@@ -2,16 +2,18 @@
 
     python bench.py [REPEATS]
 
-Each repeat starts one process per mode, in turn, which drives SGLang's own classes on a CPU (``harness.Engine``) and
-measures the hooked calls' own time: one event record, one decode round, one restore of 80 layers. What is compared is
-the difference to the process without the plugin in the same repeat; the interval is its quartiles over the repeats.
-A busy machine widens it. Goals: a decode round at most 5 us, a restore round of 80 layers at most 50 us.
+One process per mode drives SGLang's own classes on a CPU (``harness.Engine``); they measure in turn, REPEATS times. The
+hooked calls are measured in CPU time of their thread: one event record, one decode round, one restore of 80 layers
+with the round that waits for each of them. The busy loop, shaped like a scheduler, is wall-clock time, with the node's
+agent running. Compared is the difference to the process without the plugin in the same repeat; the interval is its
+quartiles. A busy machine widens it. Goals: a decode round at most 5 us, a restore round of 80 layers at most 50 us.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,11 +24,11 @@ from pathlib import Path
 MODES = ("absent", "installed", "observing")
 """``installed`` is HICACHE_OBS unset; ``absent`` also keeps the entry point from being loaded (SGLANG_PLUGINS=none)."""
 LAYERS = 80
-ROUNDS = 300
+ROUNDS = 100
 
 
-def measure() -> dict[str, float]:
-    """In the process under test: nanoseconds of one event record, decode round, restore round, and loop."""
+def serve() -> None:
+    """In the process under test: a line of nanoseconds by name for every line that comes in."""
     import harness
 
     harness.LAYERS = LAYERS
@@ -45,10 +47,6 @@ def measure() -> dict[str, float]:
         a = engine.alloc(2)
         engine.round(a, 1.0)
         slot = a[:1]
-        result = {
-            "event record": per_call(event.record, 3000),
-            "decode round": per_call(lambda: engine.round(slot, 1.0, length=8), ROUNDS),
-        }
         host = engine.controller.write(a, node_id=1)
         engine.acknowledge_writes()
         harness.host_module.transfer_kv_direct = lambda **arguments: None
@@ -59,53 +57,83 @@ def measure() -> dict[str, float]:
             engine.round(slot, 1.0, consumer=producer, length=8)
             engine.controller.ack_load_queue.clear()
 
-        result["restore round"] = per_call(restore, 40)
-
         def busy() -> None:  # the scheduler's shape: a round, then host work of its own
             engine.round(slot, 1.0, length=8)
             sum(range(200_000))
 
-        result["busy loop"] = per_call(busy, 50)
+        for _ in sys.stdin:
+            measured = {
+                "event record": per_call(event.record, 2000),
+                "decode round": per_call(lambda: engine.round(slot, 1.0, length=8), ROUNDS),
+                "restore round": per_call(restore, 20),
+                "busy loop": per_call(busy, 20, clock=time.perf_counter_ns),
+            }
+            print(json.dumps(measured), flush=True)
 
-    return result
 
-
-def per_call(fn, count: int) -> float:
-    """Median of five batches, nanoseconds of this thread's CPU time per call: waiting for a core is not our cost."""
+def per_call(fn, count: int, *, clock=time.thread_time_ns) -> float:
+    """Median of five batches, nanoseconds per call; of this thread's CPU time: waiting for a core is not our cost."""
     for _ in range(min(count, 20)):
         fn()
     times = []
     for _ in range(5):
-        started = time.thread_time_ns()
+        started = clock()
         for _ in range(count):
             fn()
-        times.append((time.thread_time_ns() - started) / count)
+        times.append((clock() - started) / count)
     return statistics.median(times)
 
 
-def run(mode: str, folder: str) -> dict[str, float]:
-    """One process in ``mode``; an agent's work is done by nobody, so its ring is large enough not to fill."""
+def start(mode: str, folder: str) -> subprocess.Popen[str]:
+    """A process in ``mode``. The plugin starts the agent, which empties the ring."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HICACHE_OBS")}
-    variables |= {"OMP_NUM_THREADS": "1", "HICACHE_OBS_DIR": folder, "HICACHE_OBS_AGENT": "off"}
-    variables |= {"HICACHE_OBS_PROCESSES": "all", "HICACHE_OBS_RING_SLOTS": str(1 << 19)}
+    variables |= {"OMP_NUM_THREADS": "1", "HICACHE_OBS_DIR": folder, "HICACHE_OBS_PORT": "0"}
+    variables |= {"HICACHE_OBS_PROCESSES": "all", "HICACHE_OBS_RING_SLOTS": str(1 << 17)}
     if mode == "absent":
         variables["SGLANG_PLUGINS"] = "none"
     if mode == "observing":
         variables["HICACHE_OBS"] = "observe"
-    command = [sys.executable, "-W", "ignore", __file__, "--measure"]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=True)
-    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-W", "ignore", __file__, "--serve"]
+    return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ask(process: subprocess.Popen[str]) -> dict[str, float]:
+    """One measurement of it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("measure\n")
+    process.stdin.flush()
+    measured: dict[str, float] = json.loads(process.stdout.readline())
     return measured
+
+
+def stop_agent(folder: str) -> None:
+    """The agent outlives the process that started it."""
+    from hicache_obs.recorder.agent_lock import running_agent
+
+    pid = running_agent(Path(folder)).get("pid")
+    if pid:
+        os.kill(int(pid), signal.SIGTERM)
 
 
 def main(repeats: int) -> None:
     values: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o700)
-        for _ in range(repeats):
-            for mode in MODES:
-                for name, value in run(mode, folder).items():
-                    values.setdefault(name, {}).setdefault(mode, []).append(value)
+        processes = {mode: start(mode, folder) for mode in MODES}
+        try:
+            for process in processes.values():
+                ask(process)  # warm, and all of them started
+            for _ in range(repeats):
+                for mode, process in processes.items():
+                    for name, value in ask(process).items():
+                        values.setdefault(name, {}).setdefault(mode, []).append(value)
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
+            stop_agent(folder)
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {repeats} repeats")
     print(f"{'per':16} {'absent':>12} {'installed':>12} {'observing':>12}   added by observing (quartiles)")
     for name, modes in values.items():
         added = sorted(after - before for before, after in zip(modes["absent"], modes["observing"], strict=True))
@@ -117,7 +145,7 @@ def main(repeats: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    if sys.argv[1:] == ["--measure"]:
-        print(json.dumps(measure()))
+    if sys.argv[1:] == ["--serve"]:
+        serve()
     else:
-        main(int(sys.argv[1]) if sys.argv[1:] else 3)
+        main(int(sys.argv[1]) if sys.argv[1:] else 9)

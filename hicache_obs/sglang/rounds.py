@@ -46,15 +46,13 @@ class Round:
     known: dict[EventState, int] = field(default_factory=dict)
 
 
-def wait_for_layer(session: Session, stream: Any, event: EventState) -> object:
-    """``stream`` is told to wait for the end of a layer's copy. Partner of ``waited``.
+def wait_for_layer(session: Session, this: Round, waiter: Stream, event: EventState) -> object:
+    """While ``this`` is launched, ``waiter`` is told to wait for the end of a layer's copy. Partner of ``waited``.
 
     Returns:
         ``DONE``, or the round, whose segment behind the wait is to be measured once the wait is issued.
     """
-    this: Round | None = getattr(session.local, "round", None)
-    waiter = session.current_stream() if stream is None else session.stream(stream)
-    if this is None or waiter is not this.stream:
+    if waiter is not this.stream:
         session.recorder.wait_for_event(waiter, event, Purpose.LAYER)
         return DONE
     known = this.known

@@ -96,21 +96,24 @@ def _wait_event(
     session: Session, stream: Any, event: Any, *_: Any, purpose: Purpose | None = None, **__: Any
 ) -> object:
     state = session.event(event)
-    if state.layer >= 0 and purpose is None:
-        return wait_for_layer(session, stream, state)
+    this = getattr(session.local, "round", None) if state.layer >= 0 else None
+    if this is not None:
+        return wait_for_layer(session, this, session.stream(stream), state)
     if not capturing():
-        why = _event_purpose(session) if purpose is None else purpose
+        why = _event_purpose(session, state) if purpose is None else purpose
         session.recorder.wait_for_event(session.stream(stream), state, why)
     return DONE
 
 
 def _event_wait(session: Session, event: Any, stream: Any = None, *_: Any) -> object:
     state = session.event(event)
-    if state.layer >= 0:
-        return wait_for_layer(session, stream, state)
-    if not capturing():
-        waiter = session.current_stream() if stream is None else session.stream(stream)
-        session.recorder.wait_for_event(waiter, state, _event_purpose(session))
+    this = getattr(session.local, "round", None) if state.layer >= 0 else None
+    if this is None and capturing():
+        return DONE
+    waiter = session.current_stream() if stream is None else session.stream(stream)
+    if this is not None:
+        return wait_for_layer(session, this, waiter, state)
+    session.recorder.wait_for_event(waiter, state, _event_purpose(session, state))
     return DONE
 
 
@@ -118,8 +121,10 @@ def _after_event_wait(session: Session, this: Round, *_: Any, **__: Any) -> None
     waited(session, this)
 
 
-def _event_purpose(session: Session) -> Purpose:
+def _event_purpose(session: Session, event: EventState) -> Purpose:
     """Inside a submission the fence is the wait for a stream; the wait for an event is that for its start."""
+    if event.layer >= 0:
+        return Purpose.LAYER
     purpose = _purpose(session)
     return Purpose.START if purpose in (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE) else purpose
 

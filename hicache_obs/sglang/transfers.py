@@ -131,7 +131,7 @@ def _before_load_layer(
 ) -> object:
     """A layer of a load-back. All layers of one run on the stream that is current at its first."""
     batch = session.recorder.batch
-    if batch is not None and batch.same:
+    if batch is not None and batch.same and batch.group == getattr(session.local, "transfer", 0):
         pool, there, here = batch.same
         if there is host_indices and here is device_indices and pool is host_pool:
             batch.work(layer_id, layer_id + 1)

@@ -120,16 +120,71 @@ def test_a_round_writes_its_slots_and_reads_its_requests_pages(server):
 
 def test_a_layer_wait_ends_a_segment_and_starts_another_measurement(server):
     it = server()
+    it.session.local.round_group = 16  # one round in sixteen is measured by segments
+    events, wait, _ = layer_events(it)
 
     def forward(runner, batch):
-        it.call("LayerLoadingEvent.wait", SimpleNamespace(), 0)
-        it.call("LayerLoadingEvent.wait", SimpleNamespace(), 2)
+        for layer in (0, 0, 2):
+            wait(lambda *args: None, it.current, events[layer])
 
     it.call("ModelRunner.forward", it.runner, it.batch, original=forward)
-    kernels = it.records(Kernel)
-    assert [kernel.layers for kernel in kernels] == [(0, 2), (2, ALL_LAYERS[1])]
-    assert len({kernel.group for kernel in kernels}) == 1
+    records = it.records(Kernel, EventWait)
+    assert [type(record) for record in records] == [EventWait, Kernel, EventWait, Kernel]
+    assert [record.layers for record in records if isinstance(record, Kernel)] == [(0, 2), (2, ALL_LAYERS[1])]
+    assert len({record.group for record in records if isinstance(record, Kernel)}) == 1
     assert it.log == [("begin", 5), ("end", 5)] * 2
+
+
+def layer_events(it):
+    """The layer events of a controller that has started a load-back, and the hooks on a wait and on a record."""
+    events = [SimpleNamespace() for _ in range(3)]
+    counter = SimpleNamespace(events=[SimpleNamespace(load_events=events)])
+    engine = SimpleNamespace(host_to_device_stream=Stream(9))
+    it.call(
+        "HiCacheController.start_loading",
+        SimpleNamespace(load_queue=[1], l2_transfer_engine=engine, load_fence_stream=1, layer_done_counter=counter),
+    )
+    rows = {row.target: row for row in streams.stream_adapters("a.Stream", "a.Event")}
+    return events, around(it.session, rows["a.Stream.wait_event"]), around(it.session, rows["a.Event.record"])
+
+
+def test_waits_of_other_rounds_are_batched_and_keep_the_order_of_the_calls(server):
+    it = server()
+    it.session.local.round_group = 17
+    events, wait, record = layer_events(it)
+
+    def forward(runner, batch):
+        wait(lambda *args: None, it.current, events[1])
+        record(lambda *args: None, SimpleNamespace())
+        wait(lambda *args: None, it.current, events[1])
+        wait(lambda *args: None, it.current, events[2])
+
+    it.call("ModelRunner.forward", it.runner, it.batch, original=forward)
+    records = it.records(Kernel, EventWait, EventRecord)
+    assert [type(one) for one in records] == [Kernel, EventWait, EventRecord, Kernel, EventWait, Kernel]
+    assert [one.layers for one in records if isinstance(one, Kernel)] == [(0, 1), (1, 2), (2, ALL_LAYERS[1])]
+    assert [one.purpose for one in records if isinstance(one, EventWait)] == [Purpose.LAYER] * 2
+    assert it.log == [("begin", 5), ("end", 5)]  # up to the first wait
+
+
+def test_a_layers_event_is_recorded_behind_its_copy(server):
+    it = server()
+    events, _, record = layer_events(it)
+    host = SimpleNamespace(page_size=4, layer_num=3, size_per_token=24)
+    there, here = torch.arange(4, 12), torch.arange(8, 16)
+    it.session.local.transfer = 15
+    for layer in range(3):
+        it.call("load_to_device_per_layer_physical", host, it.pool, there, here, layer, "direct")
+        record(lambda *args: None, events[layer])
+        assert it.session.event(events[layer]).version == 1  # for whoever asks on another thread
+    record(lambda *args: None, SimpleNamespace())
+    assert [it.session.event(event).version for event in events] == [2, 2, 2]
+    records = it.records(Memcpy, EventRecord)
+    assert [type(one) for one in records] == [Memcpy, EventRecord] * 3 + [EventRecord]
+    assert [one.op for one in records] == sorted(one.op for one in records)
+    assert [one.event for one in records[1:6:2]] == [it.session.event(event).event_id for event in events]
+    assert {(one.group, one.size_bytes, one.layers[1] - one.layers[0]) for one in records[:6:2]} == {(15, 64, 1)}
+    assert [access.ids.tolist() for access in records[4].accesses] == [[1, 2], [2, 3]]
 
 
 def test_an_event_recorded_inside_a_round_does_not_cover_it(server):
