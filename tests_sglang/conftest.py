@@ -95,6 +95,8 @@ def environment(sglang_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
             "HICACHE_OBS_ARENA_IDS": "65536",
             "HARNESS_TMP": str(directory),
             "OMP_NUM_THREADS": "1",
+            # SGLang builds an extension at its first use: two workers must not build into one folder.
+            "TORCH_EXTENSIONS_DIR": str(sglang_folder / f"built-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"),
         }
         if mode:
             variables["HICACHE_OBS"] = mode
