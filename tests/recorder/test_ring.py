@@ -509,7 +509,7 @@ DAMAGE = [
     (HEADER_BYTES + 72, b"\x01", "record 0 is damaged: 3 page ids at arena position 1, which ends at 3"),
     (HEADER_BYTES + SLOT_BYTES + 2, b"\x41", "record 1 is damaged: a text of 65 bytes; at most 64 fit"),
     (HEADER_BYTES + SLOT_BYTES + 64, b"\xff", "record 1 is damaged: 'utf-8' codec can't decode"),
-    (HEADER_BYTES + SLOT_BYTES + 40, b"\x77", "record 1 is damaged: definition space 119; known are 0 to 19"),
+    (HEADER_BYTES + SLOT_BYTES + 40, b"\x77", "record 1 is damaged: definition space 119; known are 0 to 20"),
     (HEADER_BYTES + SLOT_BYTES + 32, b"\x07", "record 1 is damaged: stream kind 7; known are 0 to 2"),
 ]
 
