@@ -474,10 +474,10 @@ def _read_accesses(column: Any) -> list[_Cells]:
         if same is None:
             begin = ends[number - 1] if number else 0
             arrays.append(_expand(starts[begin : ends[number]], counts[begin : ends[number]]))
-        elif 0 <= same < number and (space == ROWS_CELL) == (spaces[same] == ROWS_CELL):
-            arrays.append(arrays[same])
         elif 0 <= same < number:
-            raise _Damaged(f"access {number} has what access {same} has, but only one of them is a row cell")
+            arrays.append(arrays[same])
+            if space != ROWS_CELL:  # whose first owner may be a row cell, which holds any number
+                _check_pages(arrays[same], arrays[same])
         else:
             raise _Damaged(f"access {number} has the pages of access {same}, which is not before it")
         if space == ROWS_CELL:
@@ -500,11 +500,16 @@ def _check_runs(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], ro
         shortest = counts.min()
         raise _Damaged(f"page runs of {total} pages in all, the shortest {shortest}; allowed are 1 to {MAX_PAGES}")
     starts, counts = starts[~rows], counts[~rows]
-    if not len(starts):
+    _check_pages(starts, starts + counts - 1)
+
+
+def _check_pages(first: PageIds, last: PageIds) -> None:
+    """First and last ids of runs. A sum that left the 64 bits is negative, or its start is too large."""
+    if not len(first):
         return
-    low, high = int(starts.min()), int((starts + counts).max())
-    if low < 0 or starts.max() >= MAX_IDS or high > MAX_IDS:
-        raise _Damaged(f"page or buffer ids {low} to {high - 1}; allowed are 0 to {MAX_IDS - 1}")
+    low, high = int(min(first.min(), last.min())), int(max(first.max(), last.max()))
+    if low < 0 or high >= MAX_IDS:
+        raise _Damaged(f"page or buffer ids {low} to {high}; allowed are 0 to {MAX_IDS - 1}")
 
 
 def _expand(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> PageIds:

@@ -246,7 +246,7 @@ class _AccessColumn:
         self._starts: list[npt.NDArray[np.int64]] = []
         self._counts: list[npt.NDArray[np.int64]] = []
         self._runs = 0
-        self._first: dict[tuple[int, bool], int] = {}
+        self._first: dict[int, int] = {}
 
     def add(self, accesses: tuple[Access, ...], rows: PageIds | None = None) -> None:
         """The accesses of the next record, and its row cell."""
@@ -259,7 +259,7 @@ class _AccessColumn:
     def _add(self, space: int, mode: int, pool: int, ids: PageIds) -> None:
         number = len(self._spaces)
         # By identity, which is safe: the records of the batch keep the arrays alive.
-        first = self._first.setdefault((id(ids), space == ROWS_CELL), number)
+        first = self._first.setdefault(id(ids), number)
         self._spaces.append(space)
         self._modes.append(mode)
         self._pools.append(pool)

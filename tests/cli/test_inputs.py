@@ -227,7 +227,7 @@ def test_an_interrupt_is_one_line(device: str) -> None:
         "    print('running', flush=True)\n"
         "    return before(self, *arguments)\n"
         "DemoRun._run = told\n"
-        f"sys.exit(main(['demo', '--device', '{device}', '--requests', '3000']))\n"
+        f"sys.exit(main(['demo', '--device', '{device}', '--requests', '800']))\n"
     )
     running = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -236,7 +236,7 @@ def test_an_interrupt_is_one_line(device: str) -> None:
     try:
         assert running.stdout.readline() == "running\n"
         running.send_signal(signal.SIGINT)
-        _, error = running.communicate(timeout=120)
+        _, error = running.communicate(timeout=300)
     finally:
         running.kill()
 
