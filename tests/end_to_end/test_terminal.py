@@ -23,6 +23,9 @@ FLAGS = {
     "--serve": "[PORT]",
     "--journal": "DIR",
     "--json": "FILE|-",
+    "--accepted": "FILE",
+    "--events": "FILE|-",
+    "--otlp": "URL",
     "-h, --help": "",
 }
 TEXT = (

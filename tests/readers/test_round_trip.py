@@ -133,11 +133,13 @@ def accesses(record):
     return (record.access,) if isinstance(record, (PageAlloc, PageFree)) else getattr(record, "accesses", ())
 
 
-def assert_same(expected, found):
-    """Equal field by field, types of enums included, arrays by content; and the same arrays are shared."""
+def assert_same(expected, found, *, room=True):
+    """Equal field by field, types of enums included, arrays by content. A ring without ``room`` leaves rows out."""
     assert [type(record) for record in found] == [type(record) for record in expected]
     for want, got in zip(expected, found, strict=True):
         for field in type(want).__struct_fields__:
+            if field == "rows" and got.rows is None and not room:
+                continue
             if field in ("rows", "requests"):
                 assert (getattr(got, field) is None) == (getattr(want, field) is None)
                 assert np.array_equal(getattr(got, field), getattr(want, field))
@@ -249,7 +251,7 @@ def test_a_small_ring_loses_records_but_never_mixes_them_up(history, reads, slot
         assert dropped == reader.dropped
         writer.close()
         reader.close()
-    assert_same([*kept, end], [record for record in found if not isinstance(record, Lost)])
+    assert_same([*kept, end], [record for record in found if not isinstance(record, Lost)], room=False)
     stated = dict.fromkeys(dropped, 0)
     for record in found:
         if isinstance(record, Lost):
