@@ -55,7 +55,7 @@ FIRST = {
     "graph": ("test_witness.py", "test_stalls.py"),
     "witness": ("test_witness.py",),
     "fence_cost": ("test_fence_cost.py", "test_bounds.py"),
-    "taint": ("test_taint.py", "test_blast_radius.py"),
+    "taint": ("test_taint.py", "test_bounds.py", "test_blast_radius.py"),
     "spread": ("test_taint.py", "test_blast_radius.py"),
     "remedy": ("test_remedy.py", "test_cases.py"),
     "ownership": ("test_ownership.py", "test_cases.py", "test_fuzz.py", "test_bounds.py"),
