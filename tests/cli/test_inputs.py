@@ -219,7 +219,8 @@ def test_without_standard_input(command: str) -> None:
 def test_an_interrupt_is_one_line(device: str) -> None:
     """Ctrl-C in the middle of a run: exit code 130, as a shell would say, and no traceback."""
     script = (
-        "import sys\n"
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits SIG_IGN
         "from hicache_obs.cli import main\n"
         "from hicache_obs.cli.demo_run import DemoRun\n"
         "before = DemoRun._run\n"
