@@ -14,8 +14,10 @@ import click
 
 from hicache_obs.analyzer.pairs import PairProof, PairProofs
 from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.cli.outputs import accepted_option, load_accepted
 from hicache_obs.cli.verdict import STEP, Report, analyse, show, show_findings, to_json
 from hicache_obs.errors import ConfigError
+from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.findings import ExitCode, Proof, Verdict, worst
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.copies import copy_pairs
@@ -111,8 +113,9 @@ AnyReport = Report | CopyReport | JoinedReport
     "--journal", type=click.Path(path_type=Path), metavar="DIR",
     help="Journal of the same run: page sets and order from it, device times from the one profile.",
 )  # fmt: skip
+@accepted_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: one object for one report, a list for several.")
-def command(files: Sequence[Path], journal: Path | None, as_json: bool) -> int:
+def command(files: Sequence[Path], journal: Path | None, accepted_file: Path | None, as_json: bool) -> int:
     """Judge recordings of Nsight Systems and torch.profiler, with what stands in the way of a verdict.
 
     FILE is a SQLite, Parquet or Arrow export of Nsight Systems, a .nsys-rep where nsys is installed, a torch.profiler
@@ -123,10 +126,11 @@ def command(files: Sequence[Path], journal: Path | None, as_json: bool) -> int:
         raise ConfigError(
             f"--journal {journal}: is of one run, but {len(files)} files were given; expected one profile"
         )
+    accepted = load_accepted(accepted_file)
     reports: list[AnyReport] = []
     for path in files:
         with _progress(path) as progress:
-            reports += _analyze(path, journal, progress)
+            reports += _analyze(path, journal, accepted, progress)
     if as_json:
         objects = [_as_json(report) for report in reports]
         click.echo(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2))
@@ -136,22 +140,22 @@ def command(files: Sequence[Path], journal: Path | None, as_json: bool) -> int:
     return int(worst([report.code for report in reports]))
 
 
-def _analyze(path: Path, journal: Path | None, progress: Progress) -> list[AnyReport]:
+def _analyze(path: Path, journal: Path | None, accepted: Accepted, progress: Progress) -> list[AnyReport]:
     progress(f"reading {path.name}", 0, 0)
     profile = open_profile(path)
     if profile is None:
         trace = open_trace(path)
         if journal is not None:
             raise ConfigError(f"--journal {journal}: belongs to a profile, but {path} is none")
-        return [analyse(trace, progress=lambda done, total: progress("checking", done, total))]
+        return [analyse(trace, accepted=accepted, progress=lambda done, total: progress("checking", done, total))]
     if journal is None:
         return [check_copies(profile, progress)]
-    return [_judge(profile, trace_path, rank, progress) for trace_path, rank in _journals(journal)]
+    return [_judge(profile, trace_path, rank, accepted, progress) for trace_path, rank in _journals(journal)]
 
 
-def _judge(profile: Profile, journal: Path, rank: int | None, progress: Progress) -> JoinedReport:
+def _judge(profile: Profile, journal: Path, rank: int | None, accepted: Accepted, progress: Progress) -> JoinedReport:
     trace, coverage = join(open_trace(journal, rank=rank), profile)
-    report = analyse(trace, progress=lambda done, total: progress("checking", done, total))
+    report = analyse(trace, accepted=accepted, progress=lambda done, total: progress("checking", done, total))
     return JoinedReport(profile, report, coverage)
 
 
@@ -247,11 +251,15 @@ def _joined_sentence(report: JoinedReport) -> str:
     seen = (
         f"{inner.pairs_checked:,} page pairs checked, times of {coverage.timed:,} of {coverage.operations:,} operations"
     )
-    bad = verdicts[Verdict.VIOLATION] + verdicts[Verdict.LATENT] + verdicts[Verdict.CONTRADICTION]
+    bad = inner.keeper.unexpected(inner.accepted.covers)
+    known = f", {inner.expected:,} more that {'is' if inner.expected == 1 else 'are'} accepted" if inner.expected else ""
     if inner.code is ExitCode.FINDINGS:
-        wrong = verdicts[Verdict.VIOLATION]
+        wrong = inner.keeper.unexpected(inner.accepted.covers, [Verdict.VIOLATION])
         pairs = f"{bad:,} operation pair{_are(bad)} in no proven order"
-        return f"VIOLATED: {pairs}, {wrong:,} of them ran in the wrong one; {seen}"
+        return f"VIOLATED: {pairs}, {wrong:,} of them ran in the wrong one{known}; {seen}"
+    if inner.code is ExitCode.CLEAN and inner.expected:
+        pairs = f"{inner.expected:,} operation pair{_are(inner.expected)} in no proven order, which is accepted for now"
+        return f"AS ACCEPTED: {pairs}; {seen}"
     if inner.code is ExitCode.CLEAN:
         return f"SAFE: every conflicting pair is in proven order; {seen}"
     if inner.undecided:

@@ -61,6 +61,11 @@ class Report:
     accepted: Accepted
 
     @property
+    def expected(self) -> int:
+        """Operation pairs of findings that somebody has accepted for now."""
+        return self.keeper.unexpected(lambda _: False) - self.keeper.unexpected(self.accepted.covers)
+
+    @property
     def undecided(self) -> bool:
         """Whether something was checked in vain."""
         return bool(self.keeper.verdicts[Verdict.UNKNOWN] or self.analyzer.totals.shared)
@@ -106,6 +111,8 @@ def analyse(
 def show(report: Report) -> None:
     """Print a report: one line, then what was found."""
     summary = f"{report.trace.source}: {report.outcome}, {report.pairs_checked} page pairs checked"
+    if report.expected:
+        summary += f", {report.expected} accepted"
     click.echo(fit(summary, indent=FINDING_INDENT))
     show_findings(report)
 
