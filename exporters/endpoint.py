@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
+from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.exporters.catalogue import markdown
 from hicache_obs.exporters.credentials import Credentials
 from hicache_obs.exporters.findings_board import FindingsBoard
@@ -32,6 +33,7 @@ def serve(
     metrics: Metrics,
     *,
     board: FindingsBoard | None = None,
+    accepted: Accepted | None = None,
     address: str = LOOPBACK,
     port: int,
     option: str = "--serve",
@@ -47,6 +49,7 @@ def serve(
     Args:
         metrics: To expose.
         board: Findings for the status page.
+        accepted: Marked as such there.
         address, port, option, tls, credentials: See ``listen``. The probes need no credentials.
         created: Expose created times in OpenMetrics.
         facts: Further lines of the status page's foot.
@@ -57,6 +60,7 @@ def serve(
     """
     metrics.registry()  # without the library this fails here, and not at the first scrape
     shown = dict(facts or {})
+    known = Accepted() if accepted is None else accepted
 
     def scrape(request: Request) -> Answer:
         accept = request.headers.get("accept", "")
@@ -66,7 +70,12 @@ def serve(
     def status(request: Request) -> Answer:
         entries = board.entries() if board is not None else []
         text = status_page(
-            read_health(metrics), entries, now_ns=time.time_ns(), facts=shown, reload="reload" in request.query
+            read_health(metrics),
+            entries,
+            accepted=known,
+            now_ns=time.time_ns(),
+            facts=shown,
+            reload="reload" in request.query,
         )
         return Answer(text.encode(), "text/html; charset=utf-8", headers=_PAGE_HEADERS)
 

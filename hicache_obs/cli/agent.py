@@ -176,6 +176,7 @@ def _serve(
         serve(
             metrics,
             board=agent.board,
+            accepted=outputs.accepted,
             address=address,
             port=number,
             option="--port",

@@ -252,7 +252,9 @@ def _joined_sentence(report: JoinedReport) -> str:
         f"{inner.pairs_checked:,} page pairs checked, times of {coverage.timed:,} of {coverage.operations:,} operations"
     )
     bad = inner.keeper.unexpected(inner.accepted.covers)
-    known = f", {inner.expected:,} more that {'is' if inner.expected == 1 else 'are'} accepted" if inner.expected else ""
+    known = (
+        f", {inner.expected:,} more that {'is' if inner.expected == 1 else 'are'} accepted" if inner.expected else ""
+    )
     if inner.code is ExitCode.FINDINGS:
         wrong = inner.keeper.unexpected(inner.accepted.covers, [Verdict.VIOLATION])
         pairs = f"{bad:,} operation pair{_are(bad)} in no proven order"

@@ -160,7 +160,7 @@ def command(
     console = Console(stderr="-" in (json_file, events))
     with contextlib.ExitStack() as stack:
         if metrics is not None and port is not None:
-            server = stack.enter_context(_server(metrics, port, board))
+            server = stack.enter_context(_server(metrics, port, board, accepted))
             Console(stderr=True).print(f"metrics on {server.url}\nstatus page on {server.home}")
         made = Outputs(accepted, events=events, otlp=sent, metrics=metrics or Metrics(), use_settings=False)
         outputs = stack.enter_context(contextlib.closing(made))
@@ -286,7 +286,7 @@ def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult],
         others = sum(len(result.tally.defects) for result in results) - 1
         console.print(f"First finding, of {shown.count} operation pairs like it (other kinds: {others}):\n")
         _print(console, explain(shown.example))
-        acceptance = accepted.get(shown.example.fingerprint)
+        acceptance = accepted.of(shown.example)
         if acceptance is not None:
             _print(console, f"  accepted until {acceptance.expires}: {acceptance.reason}")
     for result in results:
@@ -362,10 +362,10 @@ def _port(serve: str | None) -> int | None:
     return int(serve)
 
 
-def _server(metrics: Metrics, port: int, board: FindingsBoard) -> Server:
+def _server(metrics: Metrics, port: int, board: FindingsBoard, accepted: Accepted) -> Server:
     from hicache_obs.exporters.endpoint import serve
 
-    return serve(metrics, board=board, port=port)
+    return serve(metrics, board=board, accepted=accepted, port=port)
 
 
 def _writable(json_file: str | None) -> Path | None:

@@ -122,7 +122,7 @@ def show_findings(report: Report) -> None:
     for finding in report.keeper.findings[:SHOWN]:
         radius = None if finding.misuse else report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
         click.echo("\n" + fit(explain(finding, radius, report.times), indent=FINDING_INDENT))
-        acceptance = report.accepted.get(finding.fingerprint)
+        acceptance = report.accepted.of(finding)
         if acceptance is not None:
             click.echo(fit(f"  accepted until {acceptance.expires}: {acceptance.reason}", indent=FINDING_INDENT))
     for stall in report.stalls.stalls:
@@ -178,7 +178,7 @@ def _races(report: Report) -> list[dict[str, Any]]:
 
 
 def _race(report: Report, finding: Finding) -> dict[str, Any]:
-    trace, acceptance = report.trace, report.accepted.get(finding.fingerprint)
+    trace, acceptance = report.trace, report.accepted.of(finding)
     resources: dict[str, list[Any]] = {name: [] for name in _RESOURCES.values()}
     for shared in (Shared(finding.space, finding.pool, finding.pages), *finding.also):
         resources[_RESOURCES[shared.space]] += [_resource(trace, shared, page) for page in shared.pages]

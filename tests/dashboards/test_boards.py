@@ -10,7 +10,7 @@ from typing import Any
 import promql_parser
 import pytest
 
-from hicache_obs.dashboards.overview import VERDICTS
+from hicache_obs.dashboards.common import VERDICTS
 from hicache_obs.dashboards.panels import NOT_CHECKED, Unit
 from hicache_obs.dashboards.queries import VARIABLES, series
 from hicache_obs.exporters.catalogue import CATALOGUE, MetricType
