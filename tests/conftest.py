@@ -7,6 +7,7 @@ reasons but those that begin with one of its prefixes, which are this file's.
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -86,6 +87,18 @@ def otlp_receiver() -> Iterator[Callable[..., Receiver]]:
             return receiver
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def certificate(require_tool: RequireTool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-signed certificate of localhost, and its key."""
+    openssl = require_tool("openssl", install="apt-get install openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    options = ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", *options, "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return cert, key
 
 
 def _has_cuda() -> bool:

@@ -99,10 +99,16 @@ def until(done: Callable[[], bool], what: str) -> None:
         time.sleep(POLL_S)
 
 
-def free_port() -> int:
+def any_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """``free_port()``: a port of loopback that nobody uses."""
+    return any_free_port
 
 
 def answers(url: str) -> bool:
@@ -239,7 +245,7 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
     prometheus = require_tool("prometheus", install="apt-get install prometheus")
     alertmanager = require_tool("prometheus-alertmanager", install="apt-get install prometheus-alertmanager")
     folder = tmp_path_factory.mktemp("evening")
-    ports = [free_port() for _ in range(4)]
+    ports = [any_free_port() for _ in range(4)]
     node, other, served, alerts = (f"127.0.0.1:{port}" for port in ports)
     webhooks: dict[str, list[Alert]] = {}
     with ExitStack() as stack:

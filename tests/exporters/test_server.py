@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from base64 import b64encode
@@ -319,18 +318,6 @@ def test_credentials_do_not_stop_at_the_first_that_fits(monkeypatch: pytest.Monk
 
 
 # -- TLS -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def certificate(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate of localhost, and its key."""
-    openssl = require_tool("openssl", install="apt-get install openssl")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    options = ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", *options, "-keyout", key, "-out", cert]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return cert, key
 
 
 def test_tls_serves_who_trusts_the_certificate(running: Callable[..., Server], certificate: tuple[Path, Path]) -> None:
