@@ -11,10 +11,10 @@ from http import HTTPStatus
 from typing import Final
 
 from hicache_obs.exporters.accepted import Accepted
-from hicache_obs.exporters.catalogue import markdown
 from hicache_obs.exporters.credentials import Credentials
 from hicache_obs.exporters.findings_board import FindingsBoard
 from hicache_obs.exporters.health import read_health
+from hicache_obs.exporters.metrics_page import markdown
 from hicache_obs.exporters.prometheus import Metrics, negotiate
 from hicache_obs.exporters.server import LOOPBACK, Answer, Request, Server, listen, plain
 from hicache_obs.exporters.status_page import DOCS, STYLE, status_page

@@ -9,7 +9,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hicache_obs.exporters.prometheus import Metrics, RankMetrics
+from hicache_obs.exporters.prometheus import Metrics
+from hicache_obs.exporters.rank_metrics import RankMetrics
 from hicache_obs.findings import Hazard
 from hicache_obs.records import CaptureMode, Ranks
 

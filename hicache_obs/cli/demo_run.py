@@ -29,7 +29,8 @@ from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.exporters.catalogue import Phase, RingProblem
 from hicache_obs.exporters.findings_board import FindingsBoard
-from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics, MetricsSink
+from hicache_obs.exporters.metrics_sink import MetricsSink
+from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics
 from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict, worst
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader

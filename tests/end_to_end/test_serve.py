@@ -24,7 +24,8 @@ from hicache_obs import __version__
 from hicache_obs.cli import demo, demo_run, main
 from hicache_obs.controller import engine
 from hicache_obs.controller.engine import Engine
-from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, MetricType
+from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX
+from hicache_obs.exporters.metric_row import MetricType
 from hicache_obs.exporters.server import Server
 from hicache_obs.findings import Hazard
 

@@ -24,7 +24,8 @@ from hicache_obs.exporters.endpoint import serve
 from hicache_obs.exporters.findings_board import MAX_ENTRIES, FindingsBoard
 from hicache_obs.exporters.health import Health, Outcome, read_health
 from hicache_obs.exporters.markup import Html, joined, tag
-from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics, MetricsSink
+from hicache_obs.exporters.metrics_sink import MetricsSink
+from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics
 from hicache_obs.exporters.status_page import MAX_FINDINGS, status_page
 from hicache_obs.findings import BlastRadius, Hazard, Verdict
 from hicache_obs.records import CaptureMode, Define, OpId, Ranks
