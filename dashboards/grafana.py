@@ -12,6 +12,7 @@ from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
+from hicache_obs.dashboards.addresses import RUNBOOKS
 from hicache_obs.dashboards.panels import (
     NOTHING_COLORS,
     QUIET_AXIS,
@@ -34,8 +35,6 @@ GRID_COLUMNS: Final = 24
 SCHEMA_VERSION: Final = 41
 """Grafana 11.6, the version the pinned SDK describes; newer ones migrate it."""
 DATASOURCE: Final = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-RUNBOOKS: Final = "https://hicache-obs.example/runbooks"
-"""Where the runbook pages are served; the hidden variable ``runbooks`` of each board overrides it."""
 TRACES: Final = "/explore"
 """Where the menu's trace link leads; the hidden variable ``traces`` overrides it."""
 

@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "status": "Show the rings of this node and whether they are read.",
     "off": "Stop recording in running processes, without a restart.",
     "on": "Start recording again.",
+    "dashboards": "Write alerts, dashboards, manifests and runbooks with your addresses.",
     "audit-sglang": "Say what orders HiCache's transfers in a SGLang release, path by path.",
     "doctor": "Show settings, versions and what cannot be seen here.",
 }
