@@ -41,6 +41,7 @@ def serve(
     credentials: Credentials | None = None,
     created: bool = True,
     facts: Mapping[str, str] | None = None,
+    scraped: Callable[[], None] = lambda: None,
     healthy: Callable[[], str] = str,
     ready: Callable[[], str] = str,
 ) -> Server:
@@ -53,6 +54,7 @@ def serve(
         address, port, option, tls, credentials: See ``listen``. The probes need no credentials.
         created: Expose created times in OpenMetrics.
         facts: Further lines of the status page's foot.
+        scraped: Called before all metrics are read for an answer. On the server's thread.
         healthy, ready: What keeps this process from being so, in words; empty if nothing. On the server's thread.
 
     Raises:
@@ -63,8 +65,10 @@ def serve(
     known = Accepted() if accepted is None else accepted
 
     def scrape(request: Request) -> Answer:
-        accept = request.headers.get("accept", "")
-        body, kind = negotiate(metrics, accept, names=request.query.get("name[]", ()), created=created)
+        accept, names = request.headers.get("accept", ""), request.query.get("name[]", ())
+        if not names:
+            scraped()
+        body, kind = negotiate(metrics, accept, names=names, created=created)
         return Answer(body, kind)
 
     def status(request: Request) -> Answer:

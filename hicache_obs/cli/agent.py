@@ -93,7 +93,7 @@ def command(
     with closing(Outputs(accepted, events=events, otlp=sent, metrics=metrics)) as outputs:
         if security is None:
             return int(_read_once(options, metrics, outputs, textfile))
-        _serve(options, metrics, outputs, port, bind, security)
+        _serve(replace(options, scraped=True), metrics, outputs, port, bind, security)
     return int(ExitCode.CLEAN)
 
 
@@ -184,6 +184,7 @@ def _serve(
             credentials=security.credentials,
             created=read_text("created")[0] == "on",
             facts={"rings": str(options.directory), "journals": journal or "none", "process": str(os.getpid())},
+            scraped=agent.scraped,
             healthy=agent.stuck,
             ready=agent.stuck,
         ) as server,
