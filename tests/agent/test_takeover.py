@@ -12,6 +12,7 @@ import pytest
 
 from hicache_obs.agent import journals as journals_module
 from hicache_obs.agent.journals import RingJournal, journal_folder
+from hicache_obs.agent.scrape_mark import ScrapeMark
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.journal import newest_run
 from hicache_obs.readers.ring import RingReader
@@ -100,6 +101,17 @@ def test_what_no_scrape_has_shown_is_counted_again(
     third, metrics = node(journals=tmp_path / "j", **options)
     third.cycle(budget_s=9)
     assert value(metrics, "violations_total", **RACE) == 0
+
+
+def test_a_scrape_has_shown_what_was_judged_before_it_and_no_more(tmp_path):
+    """It came at some moment of a cycle: what that cycle judged may not have been in it."""
+    mark = ScrapeMark(tmp_path, begin=0)
+    mark.turn(5, scraped=False)
+    mark.turn(9, scraped=True)
+    assert (tmp_path / "scraped").read_text() == "5"
+    mark.turn(9, scraped=True)
+    assert ScrapeMark(tmp_path, begin=12).first == 9
+    assert ScrapeMark(tmp_path, begin=7).first == 7
 
 
 def test_a_pair_across_the_mark_is_counted_once(node, ring, tmp_path, round_of, times_of, fill, value):
