@@ -13,7 +13,7 @@ import yaml
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
 from hicache_obs.config import read_text
-from hicache_obs.exporters.endpoint import HEALTHY, READY
+from hicache_obs.exporters.endpoint import HEALTHY
 
 FOLDER = importlib.resources.files("hicache_obs.dashboards")
 KUBERNETES = "1.33"
@@ -113,11 +113,12 @@ def test_agent_and_prometheus_share_a_token_that_is_in_no_file(checkout: Path) -
     assert read_text("token_file", {"HICACHE_OBS_TOKEN_FILE": variable})[0] == variable
 
 
-def test_the_probes_ask_pages_that_need_no_token() -> None:
+def test_a_broken_agent_is_restarted_and_never_takes_its_server_out_of_service() -> None:
+    """The page of the one probe needs no token."""
     agent = CONTAINERS["hicache-obs-agent"]
-    paths = [agent[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")]
 
-    assert paths == [READY, HEALTHY]
+    assert agent["livenessProbe"]["httpGet"]["path"] == HEALTHY
+    assert "readinessProbe" not in agent
 
 
 def test_ports_and_labels_meet() -> None:
