@@ -6,6 +6,7 @@ times are known, whether the measured order was kept. Both answers meet in ``fin
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,7 +22,7 @@ from hicache_obs.analyzer.handover import Blocks, Channels
 from hicache_obs.analyzer.hazards import CHECKED, IO_ROLE, Hazards, role
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.ownership import Ownership
-from hicache_obs.analyzer.shadow import Conflict, Label, Lookup, Operation, Shadow
+from hicache_obs.analyzer.shadow import Conflict, Label, Operation, Shadow, Touching
 from hicache_obs.analyzer.taint import Taint
 from hicache_obs.analyzer.verdicts import Pair, Verdicts
 from hicache_obs.costs import AnalysisSink, PendingTransfers
@@ -77,9 +78,10 @@ MAX_GRAPHS: Final = 4096
 """Executable graphs known; a replay of an older one may follow anything."""
 _NAMED: Final = frozenset({DefineSpace.STREAM, DefineSpace.THREAD, DefineSpace.SITE, DefineSpace.ENGINE})
 """What findings name. Requests, events and I/O have new ids for ever."""
-_CHECKED: Final = {(what, int(space), int(mode)): hazards for (what, space, mode), hazards in CHECKED.items()}
-"""``CHECKED`` by plain numbers: an enum takes long to hash."""
-_NOTHING: Final = (0, 0)
+_SUMS: Final = 4 * len(Space)
+"""Numbers that ``Shadow.enter`` sums up: pages and pairs by space and mode."""
+_RESTORED: Final = 4 * Space.DEVICE + 2 * Mode.WRITE
+"""Place of the device pages that a restore writes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +136,7 @@ class Analyzer:
         self._verdicts = Verdicts(sink, self._names, self._shadow, self._hazards, self._taint)
         self._live = self._verdicts.live
         self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
-        self._meter = FenceMeter(sink, self._hazards.between)
+        self._meter = FenceMeter(sink, self._shadow.measured, self._hazards.between)
         self._graphs: dict[int, Snapshot] = {}
         """By graph, its newest replay; ``_graphs_forgotten``: older graphs were dropped."""
         self._graphs_forgotten = False
@@ -146,8 +148,8 @@ class Analyzer:
         self._io_slots: list[int] = []
         self._labels: dict[Actor, Label] = {}
         """What each stream ran last: the layers of a round and of a transfer share one label."""
-        self._checked: dict[tuple[str, int, int], tuple[int, int]] = {}
-        """Pages and pairs looked up by role, space and mode; the sink has not heard of them yet."""
+        self._sums: defaultdict[str, list[int]] = defaultdict(lambda: [0] * _SUMS)
+        """By role, what was looked up and the sink has not heard of yet."""
         self._owned = 0
         """Pages whose owner was looked up, likewise."""
         self._seq = 0
@@ -357,7 +359,7 @@ class Analyzer:
 
     def _enter(
         self,
-        record: Kernel | Memcpy | HostAccess | GraphReplay | GraphNode | Relocate | IoBegin,
+        record: Touching,
         actor: Actor,
         label: Label,
         *,
@@ -365,47 +367,46 @@ class Analyzer:
     ) -> Operation:
         """Check an operation and add it to the history; ``op`` replaces the record's id (a graph's entries)."""
         order = self._order
-        operation, conflicts, lookups = self._shadow.enter(
+        operation, conflicts, owned = self._shadow.enter(
             actor,
-            record.accesses,
-            record.layers,
             order.clock(actor),
+            record,
             record.op if op is None else op,
             self._seq,
-            record.host_ns,
             label,
+            self._sums[label.what],
         )
-        for lookup in lookups:
-            self._count(label.what, lookup)
         self._taint.step(operation, record.rows if isinstance(record, Kernel) else None)
         if self._foreign.memory:
             self.totals.shared += self._foreign.touched(record.accesses)
-        if operation.group.owned_at != self._ownership.changes:
-            self._owned += self._ownership.check(operation)
+        group, changes = operation.group, self._ownership.changes
+        if group.owned_at != changes:
+            if owned < 0 or group.suspect:
+                owned = self._ownership.check(operation)
+            else:
+                group.owned_at = changes
+            self._owned += owned
         for conflict in conflicts:
             self._on_conflict(conflict, operation, actor)
         order.advance(actor)
         return operation
 
-    def _count(self, what: str, lookup: Lookup) -> None:
-        access = lookup.access
-        pages, pairs = len(access.ids), lookup.pairs
-        self.totals.lookups += pairs
-        key = what, access.space + 0, access.mode + 0
-        known_pages, known_pairs = self._checked.get(key, _NOTHING)
-        self._checked[key] = known_pages + pages, known_pairs + pairs
-        if what == "restore" and access.space is Space.DEVICE:
-            self.totals.pages_checked += pages
-            self.totals.pairs_checked += pairs
-
     def _flush_checked(self) -> None:
         """Tell the sink what was looked up since the last time."""
-        for key, (pages, pairs) in self._checked.items():
-            for hazard in _CHECKED[key]:
-                self._sink.on_checked(hazard, pages, pairs)
-        self._checked.clear()
+        sink, totals = self._sink, self.totals
+        for what, sums in self._sums.items():
+            for at, hazards in CHECKED[what]:
+                pages, pairs = sums[at], sums[at + 1]
+                if pages:
+                    for hazard in hazards:
+                        sink.on_checked(hazard, pages, pairs)
+                    totals.lookups += pairs
+                    if what == "restore" and at == _RESTORED:
+                        totals.pages_checked += pages
+                        totals.pairs_checked += pairs
+        self._sums.clear()
         if self._owned:
-            self._sink.on_checked(Hazard.LIFETIME, self._owned, self._owned)
+            sink.on_checked(Hazard.LIFETIME, self._owned, self._owned)
             self._owned = 0
 
     def _on_conflict(self, conflict: Conflict, later: Operation, actor: Actor) -> None:
@@ -430,7 +431,7 @@ class Analyzer:
     def _on_event_record(self, record: EventRecord) -> None:
         order = self._order
         stream = order.issue(record.stream, record.thread)
-        order.record(record.event, stream, self._seq, self._meter.mark(stream, record.host_ns))
+        order.record(record.event, stream, self._seq, record.host_ns, self._meter.mark(stream))
 
     def _on_event_wait(self, record: EventWait) -> None:
         snapshot = self._order.current(record.event)
@@ -439,7 +440,7 @@ class Analyzer:
     def _on_wait_stream(self, record: WaitStream) -> None:
         order = self._order
         on = order.issue(record.on, record.thread)
-        snapshot = order.snapshot(on, self._seq, self._meter.mark(on, record.host_ns))
+        snapshot = order.snapshot(on, self._seq, record.host_ns, self._meter.mark(on))
         self._wait(record, record.waiter, snapshot)
 
     def _wait(self, record: EventWait | WaitStream, waiter: StreamId, snapshot: Snapshot | None) -> None:
@@ -486,8 +487,7 @@ class Analyzer:
     # -- ownership, times, losses, names -------------------------------------------------------------------
 
     def _on_free(self, record: PageFree) -> None:
-        self._shadow.note_free(record.access, self._seq)
-        self._ownership.free(record)
+        self._ownership.free(record, self._seq)
 
     def _on_tensor_alloc(self, record: TensorAlloc) -> None:
         self._blocks.hand_out(record, self._seq)
@@ -502,13 +502,13 @@ class Analyzer:
 
     def _on_alloc(self, record: PageAlloc) -> None:
         self._taint.allocate(self._seq, record.access)
-        self._ownership.allocate(record)
+        self._ownership.allocate(record, self._seq)
         self._verdicts.rearm(record.access)
 
     def _on_times(self, record: Times) -> None:
         operations = self._verdicts.note_times(record)
         self._taint.timed()
-        self._meter.on_times(record)  # it looks at the operation's times
+        self._meter.on_times(record, operations)  # it looks at their times
         self._verdicts.judge_timed(operations)
 
     def _on_lost(self, record: Lost) -> None:

@@ -27,7 +27,7 @@ from typing import Final
 
 from hicache_obs._struct import Struct
 from hicache_obs.findings import Proof
-from hicache_obs.records import EventId, StreamId, StreamKind, ThreadId
+from hicache_obs.records import EventId, OpId, StreamId, StreamKind, ThreadId
 
 GUARANTEED, POLLED, DOUBTFUL = 0, 1, 2
 _PROOF = (Proof.ORDERED, Proof.POLLED, Proof.UNKNOWN)
@@ -49,7 +49,8 @@ class Snapshot(Struct, eq=False):
         actor: Stream the record was made on.
         epoch: The actor's count.
         seq: Position of the record in the trace.
-        mark: Caller's note, kept unread (the fence cost module keeps the last timed item there).
+        issued_ns: Host clock at the call.
+        mark: Caller's note, kept unread (fence costs keep the last timed item on the stream there).
         former: What this record of an event replaced; of the current record only.
     """
 
@@ -57,7 +58,8 @@ class Snapshot(Struct, eq=False):
     actor: Actor
     epoch: int
     seq: int
-    mark: object = None
+    issued_ns: int = 0
+    mark: OpId | None = None
     former: Snapshot | None = None
 
     def covers(self, actor: Actor, epoch: int) -> bool:
@@ -69,7 +71,7 @@ class Snapshot(Struct, eq=False):
 
     def doubted(self) -> Snapshot:
         """The same, as an edge that nobody can be sure of."""
-        return Snapshot(self.levels, self.actor, self.epoch, DOUBTFUL_SEQ, self.mark)
+        return Snapshot(self.levels, self.actor, self.epoch, DOUBTFUL_SEQ)
 
 
 def _join(into: Clock, other: Clock) -> bool:
@@ -210,14 +212,16 @@ class Order:
             on, by = self._streams[stream], self._threads[thread]
         except KeyError:
             on, by = self.stream(stream), self.thread(thread)
-        self._issue(on, by)
+        if self._joined[on].get(by) != self._versions[by] or self._kinds:
+            self._issue(on, by)
         return on
 
     def _issue(self, on: Actor, by: Actor) -> None:
+        version = self._versions[by]
         joined = self._joined[on]
-        if joined.get(by) != self._versions[by]:
+        if joined.get(by) != version:
             self._merge(on, self._clocks[by], GUARANTEED)
-            joined[by] = self._versions[by]
+            joined[by] = version
         if self._kinds:
             self._follow_legacy(on)
 
@@ -248,17 +252,24 @@ class Order:
                 return _PROOF[level]
         return Proof.NONE
 
-    def record(self, event: EventId, stream: Actor, seq: int, mark: object = None) -> None:
+    def record(self, event: EventId, stream: Actor, seq: int, issued_ns: int = 0, mark: OpId | None = None) -> None:
         """``event`` now marks all work queued on ``stream``; the marker is itself work of the stream."""
-        former = self._events.pop(event, None)  # so that the table stays in order of records
-        self._events[event] = snapshot = self.snapshot(stream, seq, mark)
+        events = self._events
+        former = events.pop(event, None)  # so that the table stays in order of records
+        events[event] = snapshot = self.snapshot(stream, seq, issued_ns, mark)
         if former is not None:
             former.former = None
             snapshot.former = former
 
-    def snapshot(self, stream: Actor, seq: int, mark: object = None) -> Snapshot:
+    def snapshot(self, stream: Actor, seq: int, issued_ns: int = 0, mark: OpId | None = None) -> Snapshot:
         """An anonymous record on ``stream`` (what ``wait_stream`` makes)."""
-        return Snapshot(self._bases[stream] or self._base(stream), stream, self.advance(stream), seq, mark)
+        levels = self._clocks[stream]
+        clock = levels[0]
+        clock[stream] = epoch = clock[stream] + 1
+        if self._depth > 1:
+            for clock in levels[1:]:
+                clock[stream] = epoch
+        return Snapshot(self._bases[stream] or self._base(stream), stream, epoch, seq, issued_ns, mark)
 
     def current(self, event: EventId) -> Snapshot | None:
         """The event's current record, ``None`` if it was never recorded."""
@@ -279,6 +290,14 @@ class Order:
     def follow(self, actor: Actor, other: Actor) -> None:
         """``actor`` follows everything ``other`` has done so far, for good and on every level."""
         self._merge(actor, self._clocks[other], GUARANTEED)
+
+    def tell(self, thread: Actor, ledger: Actor) -> int:
+        """The next step of ``ledger``, which follows nobody and which ``thread`` follows at once; returns its epoch."""
+        epoch = self.advance(ledger)
+        for clock in self._clocks[thread]:
+            clock[ledger] = epoch
+        self._changed(thread)
+        return epoch
 
     def join(self, actor: Actor, snapshot: Snapshot, *, polled: bool = False) -> None:
         """``actor`` (a stream that waits, a thread that synchronised or polled) follows ``snapshot`` from now on.

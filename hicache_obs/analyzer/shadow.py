@@ -4,9 +4,10 @@ Exact for all pairs inside the retained history, and cheap when everything is or
 
 * Consecutive operations of one actor that touch the *same page arrays* over different layers form a *group* (a
   load-back's layer copies, a forward round's layer segments). Page sets are looked at once per group.
+* If all that other actors have done so far is ordered, so is every pair with it, whatever the pages.
 * Per space and pool, two arrays hold the number of the last group that wrote, and that touched, each page.
   Group numbers increase in issue order, so one gather and a maximum prove "everything that touched these pages
-  is older than the oldest group that is not ordered": the fast path, independent of the number of readers.
+  is older than the oldest group that is not ordered", independent of the number of readers.
 * Otherwise only groups with an unordered operation are looked at, by layer first and by page second; the page
   intersection of two groups is computed once.
 
@@ -17,23 +18,40 @@ Completeness follows from keeping every operation until each host thread knows i
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Clock
-from hicache_obs.analyzer.page_table import PageTable
-from hicache_obs.records import Access, Mode, OpId, PageIds, Space, StreamId, ThreadId
+from hicache_obs.analyzer.page_table import AFTER_WRITE, FREED_FROM, FRESH_FROM, OWN, WROTE, PageTable, States
+from hicache_obs.records import (
+    Access,
+    GraphNode,
+    GraphReplay,
+    HostAccess,
+    IoBegin,
+    Kernel,
+    Memcpy,
+    Mode,
+    OpId,
+    PageIds,
+    Relocate,
+    Space,
+    StreamId,
+    ThreadId,
+)
 
 MAX_GROUPS: Final = 8192
 MAX_KEPT_IDS: Final = 1 << 22
 """Page ids in the groups that measured times are compared with; their arrays take at most eight bytes for each."""
-_OWNED: Final = 2 * MAX_GROUPS
-_MAX_OWNERS: Final = 64
 _NO_PAGES: Final = np.empty(0, np.int64)
+_WRITE: Final = Mode.WRITE
+
+Touching = Kernel | Memcpy | HostAccess | GraphReplay | GraphNode | Relocate | IoBegin
+"""Records of operations that touch pages."""
 
 
 class Label(Struct, frozen=True, eq=False, gc=False):
@@ -82,15 +100,6 @@ class Operation(Struct, eq=False):
     end_ns: int | None = None
     error_ns: int = 0
 
-    def set_times(self, start_ns: int, end_ns: int, error_ns: int) -> None:
-        """The device times are known."""
-        self.start_ns, self.end_ns, self.error_ns = start_ns, end_ns, error_ns
-        group = self.group
-        if end_ns > group.end_ns:
-            group.end_ns = end_ns
-        if end_ns - error_ns > group.surely_until_ns:
-            group.surely_until_ns = end_ns - error_ns
-
 
 class Group(Struct, eq=False):
     """Operations of one actor over the same pages.
@@ -100,36 +109,36 @@ class Group(Struct, eq=False):
         actor: Stream or host thread.
         accesses: What every member touches.
         members: In issue order; their layer ranges ascend without overlap.
-        epochs, ends: Epoch and end of the layer range of each member, for bisection.
+        last, top: Epoch and end of the layer range of the newest member.
         shared: Page sets shared with another group, by that group's number.
         safe, seen: No group of another actor numbered in ``(safe, seen]`` shares a page with this one.
-        prior: The groups of other actors that last touched these pages before this group, as far as they are
-            kept; what the measured check and the fence cost compare with.
         owned_at: Number of allocator calls when all pages were last found to be used by their owner.
-        end_ns, surely_until_ns: Latest end of a member whose times are known; the same less its error. 0 without.
+        suspect: When the group was opened, some page was in no state for what is done to it, as far as could be seen.
+        end_ns: Latest end of a member whose times are known, else 0.
+        before_ns: Latest such end of the groups before it in ``Measured``.
     """
 
     number: int
     actor: Actor
     accesses: tuple[Access, ...]
     members: list[Operation]
-    epochs: list[int]
-    ends: list[int]
     shared: dict[int, tuple[Overlap, ...]]
+    last: int = 0
+    top: int = 0
     safe: int = 0
     seen: int = 0
-    prior: tuple[Group, ...] = ()
-    owned_at: int = 0
+    owned_at: int = -1
+    suspect: bool = False
     end_ns: int = 0
-    surely_until_ns: int = 0
+    before_ns: int = 0
 
     def overlapping(self, layers: tuple[int, int], after: int) -> list[Operation]:
         """Members past epoch ``after`` whose layers overlap ``layers``."""
         low, high = layers
-        first = bisect_right(self.ends, low)
-        if after:
-            first = max(first, bisect_right(self.epochs, after))
         members = self.members
+        first = bisect_right(members, low, key=_top)
+        if after:
+            first = max(first, bisect_right(members, after, key=_epoch))
         last = first
         while last < len(members) and members[last].layers[0] < high:
             last += 1
@@ -150,57 +159,67 @@ def _seq(conflict: Conflict) -> int:
     return conflict.earlier.seq
 
 
-def _last_epoch(group: Group) -> int:
-    return group.epochs[-1]
+def _last(group: Group) -> int:
+    return group.last
 
 
-class _Owners:
-    """Which groups are an actor's own, to find the others' among the last groups of a page set.
+def _epoch(operation: Operation) -> int:
+    return operation.epoch
 
-    Args:
-        groups: The groups kept, by number; a view.
+
+def _top(operation: Operation) -> int:
+    return operation.layers[1]
+
+
+class Measured:
+    """Groups whose device times are known, to find those that ran on after a moment.
+
+    An actor's operations end one after the other, so the last few of its groups tell; ``Group.before_ns`` says how
+    far back to look if they do not.
     """
 
-    def __init__(self, groups: dict[int, Group]) -> None:
-        self._groups = groups
-        self._base = 0
-        """Group ``n`` is at ``n - _base``; older groups count as at 0, which is everybody's own."""
-        self._newest = 0
-        self._own: dict[Actor, npt.NDArray[np.bool_]] = {}
-        self._flags = np.zeros(_OWNED, np.bool_)
-        """All false between calls."""
+    def __init__(self) -> None:
+        self._groups: dict[Actor, list[Group]] = {}
+        self._oldest = 0
 
-    def add(self, group: Group) -> None:
-        """A new group, already among the kept ones."""
-        self._newest = group.number
-        place = group.number - self._base
-        if place >= _OWNED:
-            self._own.clear()
-        elif (own := self._own.get(group.actor)) is not None:
-            own[place] = True
+    def note(self, operation: Operation, start_ns: int, end_ns: int, error_ns: int) -> None:
+        """The device times of an operation are known."""
+        operation.start_ns, operation.end_ns, operation.error_ns = start_ns, end_ns, error_ns
+        group = operation.group
+        if group.number < self._oldest:
+            return
+        groups = self._groups.get(group.actor)
+        if groups is None:
+            groups = self._groups[group.actor] = []
+        if not group.end_ns and group.members:
+            if groups:
+                group.before_ns = max(groups[-1].before_ns, groups[-1].end_ns)
+            groups.append(group)
+        if end_ns <= group.end_ns:
+            return
+        group.end_ns = end_ns
+        for other in reversed(groups):
+            if other is group:
+                break
+            other.before_ns = max(other.before_ns, end_ns)
 
-    def others(self, actor: Actor, numbers: npt.NDArray[np.int64]) -> list[int]:
-        """Numbers of the groups among ``numbers`` that are another actor's; none that was too old at the survey."""
-        own = self._own.get(actor)
-        if own is None:
-            own = self._survey(actor)
-        places = numbers - self._base
-        np.maximum(places, 0, out=places)
-        top = self._newest - self._base + 1
-        flags = self._flags
-        flags[places] = True
-        found: list[int] = ((flags[:top] > own[:top]).nonzero()[0] + self._base).tolist()
-        flags[places] = False
-        return found
+    def after(self, moment_ns: int, actor: Actor) -> Iterator[Group]:
+        """Groups of others than ``actor`` of which some member ended after ``moment_ns``."""
+        for other, groups in self._groups.items():
+            if other == actor:
+                continue
+            for group in reversed(groups):
+                if group.end_ns > moment_ns:
+                    yield group
+                if group.before_ns <= moment_ns:
+                    break
 
-    def _survey(self, actor: Actor) -> npt.NDArray[np.bool_]:
-        if not self._own or len(self._own) >= _MAX_OWNERS:
-            self._own.clear()
-            self._base = next(iter(self._groups)) - 1
-        own = self._own[actor] = np.zeros(_OWNED, np.bool_)
-        own[0] = True
-        own[[number - self._base for number, group in self._groups.items() if group.actor == actor]] = True
-        return own
+    def forget(self, oldest: int) -> None:
+        """Drop the groups numbered below ``oldest``, and take no more times of theirs."""
+        self._oldest = oldest
+        for groups in self._groups.values():
+            done = bisect_right(groups, oldest - 1, key=_number)
+            del groups[:done]
 
 
 class Conflict(Struct, frozen=True, eq=False):
@@ -210,27 +229,19 @@ class Conflict(Struct, frozen=True, eq=False):
     overlaps: tuple[Overlap, ...]
 
 
-class Lookup(Struct, frozen=True, eq=False):
-    """One access looked up: how many of its pages a conflicting access had touched before."""
-
-    access: Access
-    pairs: int
-
-
 class Shadow:
     """Who touched which page last, and who may still be touching it. Feed in trace order; not thread-safe."""
 
     def __init__(self) -> None:
-        self._cells: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
+        self._tables: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
         """By space and pool."""
         self._history: dict[Actor, list[Group]] = {}
         self._groups = 0
-        self._by_number: dict[int, Group] = {}
+        self._kept: deque[Group] = deque()
+        """What measured times are compared with."""
         self._kept_ids = 0
-        """Page ids in ``_by_number``."""
-        self._oldest = 1
-        """Number of the oldest group in ``_by_number``."""
-        self._owners = _Owners(self._by_number)
+        """Page ids in there."""
+        self.measured = Measured()
         self._all_ordered: Actor | None = None
         """The actor of the last operation, if everything of others was ordered before it."""
         self.forgotten = 0
@@ -239,50 +250,48 @@ class Shadow:
     def enter(
         self,
         actor: Actor,
-        accesses: tuple[Access, ...],
-        layers: tuple[int, int],
         clock: Clock,
+        record: Touching,
         op: OpId,
         seq: int,
-        issued_ns: int,
         label: Label,
-    ) -> tuple[Operation, list[Conflict], list[Lookup]]:
+        sums: list[int],
+    ) -> tuple[Operation, list[Conflict], int]:
         """Add an operation; tell what it conflicts with.
 
         Args:
             actor: Stream or thread of the operation.
-            accesses: What it touches.
-            layers: Half-open layer range.
             clock: The actor's guaranteed clock before the operation.
-            op, seq, issued_ns, label: As in ``Operation``.
+            record: What it touches, when it was issued.
+            op, seq, label: As in ``Operation``.
+            sums: See ``_open``.
 
         Returns:
-            The operation; its conflicts with unordered earlier operations, oldest first; and one look-up per
-            access (none for a further member of a group: its pages were looked up with the first).
+            The operation; its conflicts with unordered earlier operations, oldest first; and, if it begins a group,
+            how many of its pages have a known owner, else -1.
         """
         if self._all_ordered == actor:
             candidates = _NO_CANDIDATES  # only this actor has done anything since
         else:
             candidates = self._unordered(actor, clock)
             self._all_ordered = None if candidates else actor
+        accesses, layers = record.accesses, record.layers
         history = self._history.get(actor)
-        group = history[-1] if history else None
-        lookups = _NO_LOOKUPS
+        owned = -1
         if (
-            group is None
-            or group.ends[-1] > layers[0]
+            not history
+            or (group := history[-1]).top > layers[0]
             or not (group.accesses is accesses or _same(group.accesses, accesses))
         ):
             group = self._new_group(actor, accesses)
-            group.safe = (candidates[0][0] if len(candidates) == 1 else _oldest(candidates, group)).number - 1
-            lookups = self._open(group)
-        epoch = clock[actor] + 1
-        operation = Operation(op, epoch, seq, layers, issued_ns, label, group)
+            group.safe = min(found.number for found, _ in candidates) - 1 if candidates else group.number - 1
+            owned = self._open(group, sums)
+        group.last = epoch = clock[actor] + 1
+        group.top = layers[1]
+        operation = Operation(op, epoch, seq, layers, record.host_ns, label, group)
         conflicts = self._conflicts(group, layers, candidates) if candidates else _NO_CONFLICTS
         group.members.append(operation)
-        group.epochs.append(epoch)
-        group.ends.append(layers[1])
-        return operation, conflicts, lookups
+        return operation, conflicts, owned
 
     @property
     def retained(self) -> int:
@@ -298,41 +307,47 @@ class Shadow:
             shared = group.shared[earlier.number] = tuple(self._overlaps(group, earlier))
         return shared
 
+    @property
+    def tables(self) -> Iterable[PageTable]:
+        """All of them."""
+        return (table for pools in self._tables for table in pools.values())
+
+    def table(self, access: Access) -> PageTable:
+        """What is known of the pages that an access is to."""
+        pools = self._tables[access.space]
+        table = pools.get(access.pool)
+        if table is None:
+            table = pools[access.pool] = PageTable()
+        return table
+
     def note_free(self, access: Access, seq: int) -> None:
-        """The ids were given back to their allocator at ``seq``."""
-        if len(access.ids):
-            cells = self._cells_of(access)
-            place = cells.place(access.ids)  # may replace the array
-            cells.freed[place] = seq + 1
+        """The ids were given back at ``seq`` to an allocator that is not theirs alone."""
+        table = self.table(access)
+        place = table.place(access.ids)  # may replace the array
+        table.freed[place] = seq + 1
 
     def note_move(self, access: Access, seq: int) -> None:
         """The contents of the ids were moved elsewhere at ``seq``."""
         if len(access.ids):
-            cells = self._cells_of(access)
-            place = cells.place(access.ids)
-            cells.moved[place] = seq + 1
-
-    def ever_written(self, access: Access) -> npt.NDArray[np.bool_]:
-        """For each id, whether an operation has written it since the trace began."""
-        cells = self._cells_of(access)
-        place = cells.place(access.ids)  # may replace the array
-        return cells.wrote[place] > 0
+            table = self.table(access)
+            place = table.place(access.ids)
+            table.moved[place] = seq + 1
 
     def freed_since(self, overlap: Overlap, seq: int) -> bool:
         """Whether a shared page was given back after ``seq``."""
-        cells = self._cells[overlap.space][overlap.pool]
-        return bool((cells.freed[overlap.pages] > seq + 1).any())
+        table = self._tables[overlap.space][overlap.pool]
+        return bool((table.freed[overlap.pages] > seq + 1).any())
 
     def moved_since(self, overlap: Overlap, seq: int) -> bool:
         """Whether a shared page was moved away after ``seq``."""
-        cells = self._cells[overlap.space][overlap.pool]
-        return bool((cells.moved[overlap.pages] > seq + 1).any())
+        table = self._tables[overlap.space][overlap.pool]
+        return bool((table.moved[overlap.pages] > seq + 1).any())
 
     def prune(self, floor: Clock) -> None:
         """Forget operations that every host thread knows to be complete (``Order.floor``)."""
         for actor, history in self._history.items():
             known = floor[actor] if actor < len(floor) else 0
-            done = bisect_right(history, known, key=_last_epoch)
+            done = bisect_right(history, known, key=_last)
             overflow = len(history) - done - MAX_GROUPS
             if overflow > 0:
                 self.forgotten += overflow
@@ -342,27 +357,23 @@ class Shadow:
         self._prune_kept()
 
     def _prune_kept(self) -> None:
-        kept = self._by_number
+        kept = self._kept
         while len(kept) > 1 and (len(kept) > MAX_GROUPS or self._kept_ids > MAX_KEPT_IDS):
-            group = kept.pop(self._oldest)
-            self._oldest += 1
-            self._kept_ids -= _ids_in(group)
+            group = kept.popleft()
+            self._kept_ids -= sum(len(access.ids) for access in group.accesses)
             group.shared.clear()
-            group.prior = ()  # else groups would keep each other alive for ever
-
-    def _cells_of(self, access: Access) -> PageTable:
-        pools = self._cells[access.space]
-        cells = pools.get(access.pool)
-        if cells is None:
-            cells = pools[access.pool] = PageTable()
-        return cells
+        if kept:
+            self.measured.forget(kept[0].number)
 
     def _new_group(self, actor: Actor, accesses: tuple[Access, ...]) -> Group:
         self._groups += 1
-        group = Group(self._groups, actor, accesses, [], [], [], {})
-        self._history.setdefault(actor, []).append(group)
-        self._by_number[group.number] = group
-        self._owners.add(group)
+        group = Group(self._groups, actor, accesses, [], {})
+        history = self._history.get(actor)
+        if history is None:
+            self._history[actor] = [group]
+        else:
+            history.append(group)
+        self._kept.append(group)
         return group
 
     def _unordered(self, actor: Actor, clock: Clock) -> list[tuple[Group, int]]:
@@ -370,11 +381,11 @@ class Shadow:
         found: list[tuple[Group, int]] = []
         for other, history in self._history.items():
             known = clock[other]
-            if history[-1].epochs[-1] > known and other != actor:
-                if len(history) == 1 or history[-2].epochs[-1] <= known:
+            if history[-1].last > known and other != actor:
+                if len(history) == 1 or history[-2].last <= known:
                     found.append((history[-1], known))
                 else:
-                    first = bisect_right(history, known, key=_last_epoch)
+                    first = bisect_right(history, known, key=_last)
                     found.extend((group, known) for group in history[first:])
         return found
 
@@ -388,45 +399,68 @@ class Shadow:
             found.sort(key=_seq)
         return found
 
-    def _open(self, group: Group) -> list[Lookup]:
-        """Look the new group's pages up, then mark them."""
-        number, actor, accesses = group.number, group.actor, group.accesses
-        lookups: list[Lookup] = []
-        places: list[tuple[PageTable, PageIds | slice, bool]] = []
+    def _open(self, group: Group, sums: list[int]) -> int:
+        """Look the new group's pages up, then mark them; returns how many of them have a known owner.
+
+        Args:
+            sums: To be added to: at ``4 * space + 2 * mode`` how many pages were looked up, and behind it how many of
+                them had an earlier conflicting access.
+        """
+        number, safe, owned = group.number, group.safe, 0
         clear = True
-        prior: set[int] = set()
-        for access in accesses:
+        marks: list[tuple[PageTable, PageIds | slice, bool, States | int | None]] = []
+        fresh: list[tuple[PageTable, PageIds | slice]] = []
+        for access in group.accesses:
             ids = access.ids
-            if not len(ids):
+            count = pairs = len(ids)
+            if not count:
                 continue
-            self._kept_ids += len(ids)
-            cells = self._cells_of(access)
-            place = cells.place(ids)
-            writes = access.mode is Mode.WRITE
-            last = (cells.touched if writes else cells.wrote)[place]
-            low = last.item(last.argmin())
-            lookups.append(Lookup(access, len(ids) if low else int(np.count_nonzero(last))))
-            foreign = 0
-            for other, newest in cells.newest.items():
-                if newest > foreign and other != actor:
-                    foreign = newest
-            if foreign > group.safe or foreign >= max(low, self._oldest):
-                high = last.item(last.argmax())
-                clear = clear and high <= group.safe
-                if high >= self._oldest:
-                    prior.update((high,) if low == high else self._owners.others(actor, last))
-            places.append((cells, place, writes))
-        for cells, place, writes in places:
-            cells.touched[place] = number
+            table = self.table(access)
+            place = table.place(ids)
+            state = table.state[place]
+            low, high = state.item(state.argmin()), state.item(state.argmax())
+            writes = access.mode is _WRITE
+            new: States | int | None = None
             if writes:
-                cells.wrote[place] = number
-            cells.newest[actor] = number
-        group.seen = number - 1 if clear else group.safe
-        if prior:
-            kept = self._by_number
-            found = (kept[earlier] for earlier in sorted(prior) if earlier in kept)
-            group.prior = tuple(earlier for earlier in found if earlier.actor != actor)
-        return lookups
+                last = table.touched[place]
+                if not last.item(last.argmin()):
+                    pairs = int(np.count_nonzero(last))
+                if clear and safe != number - 1:
+                    clear = last.item(last.argmax()) <= safe
+                if low != high:
+                    new = AFTER_WRITE.take(state)
+                elif (after := AFTER_WRITE.item(low)) != low:
+                    new = after
+                if high >= FREED_FROM:
+                    group.suspect = True
+            else:
+                if low != high:
+                    pairs = int(np.count_nonzero(state & WROTE))
+                elif not low & WROTE:
+                    pairs = 0
+                if clear and safe != number - 1:
+                    last = table.wrote[place]
+                    clear = last.item(last.argmax()) <= safe
+                if high >= FRESH_FROM:
+                    fresh.append((table, place))
+            owned += count if low >= OWN else 0 if high < OWN else int(np.count_nonzero(state >= OWN))
+            at = 4 * access.space + 2 * access.mode
+            sums[at] += count
+            sums[at + 1] += pairs
+            self._kept_ids += count
+            marks.append((table, place, writes, new))
+        for table, place, writes, new in marks:
+            table.touched[place] = number
+            if writes:
+                table.wrote[place] = number
+                if new is not None:
+                    table.state[place] = new
+        for table, place in fresh:  # written in this very operation?
+            state = table.state[place]
+            if state.item(state.argmax()) >= FRESH_FROM:
+                group.suspect = True
+        group.seen = number - 1 if clear else safe
+        return owned
 
     def _overlaps(self, group: Group, earlier: Group) -> Iterator[Overlap]:
         for mine in group.accesses:
@@ -442,7 +476,7 @@ class Shadow:
     def _intersect(self, a: Access, b: Access) -> PageIds:
         if not len(a.ids) or not len(b.ids):
             return _NO_PAGES
-        scratch = self._cells[a.space][a.pool].scratch
+        scratch = self._tables[a.space][a.pool].scratch
         scratch[a.ids] = True
         pages: PageIds = b.ids[scratch[b.ids]]
         scratch[a.ids] = False
@@ -457,18 +491,9 @@ def _same(a: tuple[Access, ...], b: tuple[Access, ...]) -> bool:
     )
 
 
-def _oldest(candidates: list[tuple[Group, int]], group: Group) -> Group:
-    return min((found for found, _ in candidates), key=_number, default=group)
-
-
 def _number(group: Group) -> int:
     return group.number
 
 
-def _ids_in(group: Group) -> int:
-    return sum(len(access.ids) for access in group.accesses)
-
-
 _NO_CANDIDATES: Final[list[tuple[Group, int]]] = []
-_NO_LOOKUPS: Final[list[Lookup]] = []
 _NO_CONFLICTS: Final[list[Conflict]] = []

@@ -81,7 +81,7 @@ class Verdicts:
         """Note the times of an operation; returns it, or the entries of a graph replay, for ``judge_timed``."""
         operations = self.live.pop(record.op, ())
         for operation in operations:
-            operation.set_times(record.start_ns, record.end_ns, record.error_ns)
+            self._shadow.measured.note(operation, record.start_ns, record.end_ns, record.error_ns)
         return operations
 
     def judge_timed(self, operations: tuple[Operation, ...]) -> None:
@@ -91,8 +91,7 @@ class Verdicts:
         if self._pending:
             self.settle(operations[0].op)
         for operation in operations:
-            if operation.group.prior:
-                self._check_measured(operation)
+            self._check_measured(operation)
 
     def rearm(self, access: Access) -> None:
         """Pages got a new owner: their next race is not secondary to earlier ones."""
@@ -103,7 +102,8 @@ class Verdicts:
         """Give operations whose times are overdue their untimed verdict, so that tables stay bounded."""
         for op in list(islice(self.live, max(0, len(self.live) - MAX_PENDING))):
             del self.live[op]
-            self.settle(op)
+            if self._pending:
+                self.settle(op)
         if len(self._raced) > MAX_RACED:
             self._raced.clear()
 
@@ -117,17 +117,20 @@ class Verdicts:
         """A pair that is proven ordered must also have been kept; if not, a fence or a clock lies."""
         if later.start_ns is None:
             return
-        latest_ns = later.start_ns + later.error_ns
-        for group in later.group.prior:
-            if latest_ns >= group.surely_until_ns:
-                continue  # after every member whose times are known
+        shadow, broken = self._shadow, []
+        for group in shadow.measured.after(later.start_ns + later.error_ns, later.group.actor):
+            if group.members[0].seq > later.seq:
+                continue
+            if not (overlaps := shadow.shared(later.group, group)):
+                continue
             for earlier in group.overlapping(later.layers, 0):
-                if earlier.seq > later.seq or earlier.op in later.unordered:
+                if earlier.seq > later.seq or earlier.op == later.op or earlier.op in later.unordered:
                     continue
                 if _timing(earlier, later) is Timing.BROKEN:
-                    conflict = Conflict(earlier, self._shadow.shared(later.group, group))
-                    self._taint.race(earlier, later, conflict.overlaps)
-                    self._report(Pair(conflict, later, Proof.ORDERED, Cause.CLOCK_OR_FENCE), Timing.BROKEN)
+                    broken.append(Conflict(earlier, overlaps))
+        for conflict in sorted(broken, key=_earlier_seq):
+            self._taint.race(conflict.earlier, later, conflict.overlaps)
+            self._report(Pair(conflict, later, Proof.ORDERED, Cause.CLOCK_OR_FENCE), Timing.BROKEN)
 
     def _report(self, pair: Pair, timing: Timing) -> None:
         earlier, later, overlaps = pair.conflict.earlier, pair.later, pair.conflict.overlaps
@@ -230,6 +233,10 @@ class Verdicts:
         if label.stream is None:
             return self._names.thread(label.thread)
         return self._names.stream(label.stream)
+
+
+def _earlier_seq(conflict: Conflict) -> int:
+    return conflict.earlier.seq
 
 
 def _timing(earlier: Operation, later: Operation) -> Timing:

@@ -66,7 +66,7 @@ def test_tables_stop_growing(monkeypatch: pytest.MonkeyPatch, timed: bool) -> No
         (order, "MAX_EVENTS", 512),
         ("hicache_obs.analyzer.verdicts", "MAX_PENDING", 256),
         ("hicache_obs.analyzer.fence_cost", "MAX_WAITS", 256),
-        ("hicache_obs.analyzer.fence_cost", "MAX_MARKS", 256),
+        ("hicache_obs.analyzer.fence_cost", "MAX_ENDS", 256),
         ("hicache_obs.analyzer.fence_cost", "MAX_TRANSFERS", 4),
         ("hicache_obs.analyzer.ownership", "MAX_CHANGES", 256),
         ("hicache_obs.analyzer.taint", "MAX_RECENT", 128),
