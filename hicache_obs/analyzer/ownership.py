@@ -58,7 +58,7 @@ def _given_away(state: int, *, lost: bool) -> int:
 
 
 _GIVEN_OUT, _GIVEN_AWAY = (
-    {lost: np.array([rule(state, lost=lost) for state in range(OWN * len(Own))], np.uint8) for lost in (False, True)}
+    {lost: bytes(rule(state, lost=lost) for state in range(OWN * len(Own))) for lost in (False, True)}
     for rule in (_given_out, _given_away)
 )
 
@@ -115,9 +115,8 @@ class Ownership:
         self._shadow = shadow
         self._report = report
         self._changes: dict[int, Change] = {}
-        """By position in the trace plus one."""
+        """By number; ``_kept`` has the numbers, oldest first."""
         self._kept: deque[int] = deque()
-        """Their keys, oldest first."""
         self._ledgers: dict[ThreadId, tuple[Actor, Actor]] = {}
         """Of each thread that has called an allocator: its own actor, and that of its calls."""
         self.changes = 0
@@ -126,37 +125,21 @@ class Ownership:
 
     def allocate(self, record: PageAlloc, seq: int) -> None:
         """Pages were given out at ``seq``."""
-        ids = record.access.ids
-        if not len(ids):
-            return
-        table = self._shadow.table(record.access)
-        place = table.place(ids)  # refuses absurd ids, and may replace the arrays
-        self._change(record, "alloc", seq)
-        table.given[place] = seq + 1
-        table.state[place] = _GIVEN_OUT[self._lost].take(table.state[place])
+        if len(record.access.ids):
+            table = self._shadow.table(record.access)
+            number = self._change(record, "alloc", seq)
+            table.hand_over(record.access.ids, number, _GIVEN_OUT[self._lost], given=True)
 
     def free(self, record: PageFree, seq: int) -> None:
-        """Pages were given away at ``seq``."""
-        ids = record.access.ids
-        if not len(ids):
+        """Pages were given away at ``seq``. Those with several owners are free if it is their last owner's call."""
+        if not len(record.access.ids):
             return
         table = self._shadow.table(record.access)
-        place = table.place(ids)
-        self._change(record, "free", seq)
-        table.freed[place] = seq + 1
-        state = table.state[place]
-        new = _GIVEN_AWAY[self._lost].take(state)
-        shared = state & SHARED
-        if shared.item(shared.argmax()):
-            self._release(table, record, ids, state, new)
-        table.state[place] = new
-
-    def _release(self, table: PageTable, record: PageFree, ids: PageIds, state: States, new: States) -> None:
-        """Of pages that may have several owners, free those whose last owner it is that frees them."""
-        for place in np.flatnonzero(state & SHARED).tolist():
-            change = self._changes.get(table.given.item(ids.item(place)))
+        number = self._change(record, "free", seq)
+        for page in table.hand_over(record.access.ids, number, _GIVEN_AWAY[self._lost], given=False):
+            change = self._changes.get(table.given.item(page) + self._shadow.base)
             if change is not None and change.owner == record.owner:
-                new[place] = FREED_FROM | new.item(place) & WROTE
+                table.state[page] = FREED_FROM | table.state.item(page) & WROTE
 
     def lose(self) -> None:
         """Records were lost, allocator calls perhaps among them."""
@@ -202,7 +185,7 @@ class Ownership:
         thread = self._order.thread(operation.label.thread)
         changes = (table.freed if cause is Cause.USED_AFTER_FREE else table.given)[pages]
         for number in np.unique(changes).tolist():
-            change = self._changes.get(number)
+            change = self._changes.get(number + self._shadow.base)
             if change is None or self._order.proof(thread, change.ledger, change.epoch) not in _AFTER:
                 continue
             found = pages[changes == number]
@@ -210,8 +193,8 @@ class Ownership:
             ids = tuple(sorted(found.tolist()))
             self._report(Misuse(change, operation, cause, access.mode, access.space, access.pool, ids))
 
-    def _change(self, record: PageAlloc | PageFree, what: str, seq: int) -> None:
-        """Note an allocator's call, as a step of its thread that later operations may know of."""
+    def _change(self, record: PageAlloc | PageFree, what: str, seq: int) -> int:
+        """Note an allocator's call, as a step of its thread that later operations may know of; its number for marks."""
         order = self._order
         actors = self._ledgers.get(record.thread)
         if actors is None:
@@ -219,10 +202,13 @@ class Ownership:
         thread, ledger = actors
         epoch = order.tell(thread, ledger)
         self.changes += 1
-        self._changes[seq + 1] = Change(record.op, record.thread, record.host_ns, what, record.owner, ledger, epoch)
-        self._kept.append(seq + 1)
+        mark = self._shadow.call(seq)
+        number = mark + self._shadow.base
+        self._changes[number] = Change(record.op, record.thread, record.host_ns, what, record.owner, ledger, epoch)
+        self._kept.append(number)
         if len(self._kept) > MAX_CHANGES:
             del self._changes[self._kept.popleft()]
+        return mark
 
 
 def _become(table: PageTable, pages: PageIds, own: Own) -> None:

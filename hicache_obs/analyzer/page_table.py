@@ -11,6 +11,7 @@ whether there is an earlier write and whether anything is wrong with the owner.
 from __future__ import annotations
 
 import enum
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,10 @@ from hicache_obs.records import MAX_IDS, PageIds
 
 _LONG: Final = 1024
 """From this many ids on, looking whether they are consecutive pays."""
+_FEW: Final = 8
+"""Up to this many ids, going through them one by one is faster than three numpy calls."""
 States = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int32]
 
 
 class Own(enum.IntEnum):
@@ -42,31 +46,38 @@ OWN: Final = 4
 """Factor of the owner in a state."""
 FRESH_FROM: Final = OWN * Own.FRESH
 FREED_FROM: Final = OWN * Own.FREED
-_STATES: Final = OWN * len(Own)
-AFTER_WRITE: Final[States] = np.array(
-    [(state - OWN if state // OWN == Own.FRESH else state) | WROTE for state in range(_STATES)], np.uint8
+AFTER_WRITE: Final = bytes(
+    (state - OWN if state // OWN == Own.FRESH else state) | WROTE for state in range(OWN * len(Own))
 )
 """By state: the state once the page is written."""
 
 
 class PageTable:
-    """Last group per page of one space and pool, and its owner; grows to the largest id seen.
+    """Last group and last allocator calls per page of one space and pool, and its owner; grows to the largest id seen.
 
     Attributes:
-        wrote, touched: Number of the last group, 0 for none.
+        touched, wrote: Number of the last group, 0 for none.
+        given, freed: Number of the last allocator call.
         state: See above.
-        given, freed, moved: Position in the trace plus one of the last allocation, free and move.
+        moved: Position in the trace plus one of the last move; empty without any.
         scratch: All false between calls.
     """
 
-    __slots__ = ("_ids", "_place", "freed", "given", "moved", "scratch", "state", "touched", "wrote")
+    __slots__ = ("_cells", "_ids", "_place", "_rows", "freed", "given", "moved", "scratch", "state", "touched", "wrote")
 
     def __init__(self) -> None:
-        self.wrote = self.touched = self.given = self.freed = self.moved = np.zeros(0, np.int64)
-        self.state: States = np.zeros(0, np.uint8)
+        self._rows: Numbers = np.zeros((0, 4), np.int32)
+        """What is looked up together lies together: most of the cost of many pages is fetching them from memory."""
+        self._cells = bytearray()
+        self.moved = np.zeros(0, np.int64)
         self.scratch = np.zeros(0, np.bool_)
         self._ids: PageIds | None = None
         self._place: PageIds | slice = slice(0)
+        self._view()
+
+    def _view(self) -> None:
+        self.touched, self.wrote, self.given, self.freed = self._rows.T
+        self.state: States = np.frombuffer(self._cells, np.uint8)
 
     def place(self, ids: PageIds) -> PageIds | slice:
         """What to index the arrays with for ``ids``, which are not none; makes room for them.
@@ -84,20 +95,64 @@ class PageTable:
             place = slice(low, high + 1)
         else:
             low, high = _bounds(ids)
-        if low < 0 or high >= len(self.wrote):
+        if low < 0 or high >= len(self._rows):
             self._grow(low, high)
         self._ids, self._place = ids, place
         return place
 
+    def hand_over(self, ids: PageIds, number: int, rule: bytes, *, given: bool) -> list[int]:
+        """An allocator call gives pages out or takes them back; returns those that had several owners.
+
+        Args:
+            ids: The pages; not none.
+            number: Of the call.
+            rule: New state by old state.
+        """
+        if len(ids) > _FEW:
+            place = self.place(ids)
+            (self.given if given else self.freed)[place] = number
+            before = self.state[place].tobytes()
+            self.state[place] = np.frombuffer(before.translate(_padded(rule)), np.uint8)
+            states = np.frombuffer(before, np.uint8) & SHARED
+            return ids[states.nonzero()].tolist() if states.item(states.argmax()) else []
+        pages: list[int] = ids.tolist()
+        if min(pages) < 0 or max(pages) >= len(self._cells):
+            self._grow(min(pages), max(pages))
+        column, cells = self.given if given else self.freed, self._cells
+        shared = [page for page in pages if cells[page] & SHARED]
+        for page in pages:
+            column[page] = number
+            cells[page] = rule[cells[page]]
+        return shared
+
+    def rebase(self, by: int) -> None:
+        """Take ``by`` off all numbers; what would be below 1 becomes 1, and none stays none."""
+        self._rows[:] = np.where(self._rows > by, self._rows - by, self._rows > 0)
+
+    def note_move(self, ids: PageIds, at: int) -> None:
+        """The contents of ``ids`` were moved elsewhere at ``at``, less one."""
+        place = self.place(ids)
+        if not len(self.moved):
+            self.moved = np.zeros(len(self._rows), np.int64)
+        self.moved[place] = at
+
     def _grow(self, low: int, high: int) -> None:
         if high >= MAX_IDS or low < 0:
             raise TraceError(f"page or buffer ids {low} to {high}; expected 0 to {MAX_IDS - 1}")
-        size = max(1024, high + 1, 2 * len(self.wrote))
-        for name in ("wrote", "touched", "state", "given", "freed", "moved", "scratch"):
-            old = getattr(self, name)
-            new = np.zeros(size, old.dtype)
-            new[: len(old)] = old
-            setattr(self, name, new)
+        known = len(self._rows)
+        more = max(1024, high + 1, 2 * known) - known
+        self._rows = np.concatenate([self._rows, np.zeros((more, 4), np.int32)])
+        self._cells = self._cells + bytes(more)
+        self.scratch = np.zeros(known + more, np.bool_)
+        if len(self.moved):
+            self.moved = np.concatenate([self.moved, np.zeros(more, np.int64)])
+        self._view()
+
+
+@cache
+def _padded(rule: bytes) -> bytes:
+    """As long as ``bytes.translate`` wants it."""
+    return rule.ljust(256, b"\0")
 
 
 def _consecutive(ids: PageIds) -> bool:

@@ -45,10 +45,15 @@ from hicache_obs.records import (
 )
 
 MAX_GROUPS: Final = 8192
+MAX_CALLS: Final = 1 << 16
+"""Allocator calls that a free can be placed in the trace by."""
+MAX_NUMBER: Final = 1 << 30
+"""Numbers in page tables are at most this at a pruning, and 32 bits wide."""
 MAX_KEPT_IDS: Final = 1 << 22
 """Page ids in the groups that measured times are compared with; their arrays take at most eight bytes for each."""
 _NO_PAGES: Final = np.empty(0, np.int64)
 _WRITE: Final = Mode.WRITE
+_AFTER_WRITE: Final = AFTER_WRITE.ljust(256, b"\0")
 
 Touching = Kernel | Memcpy | HostAccess | GraphReplay | GraphNode | Relocate | IoBegin
 """Records of operations that touch pages."""
@@ -236,7 +241,13 @@ class Shadow:
         self._tables: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
         """By space and pool."""
         self._history: dict[Actor, list[Group]] = {}
-        self._groups = 0
+        self._numbers = 0
+        """Of the newest group or allocator call."""
+        self.base = 0
+        """What the numbers in page tables lack, so that they fit."""
+        self._calls: list[int] = []
+        """Position in the trace of the newest allocator calls, and beside it their numbers."""
+        self._call_numbers: list[int] = []
         self._kept: deque[Group] = deque()
         """What measured times are compared with."""
         self._kept_ids = 0
@@ -320,28 +331,36 @@ class Shadow:
             table = pools[access.pool] = PageTable()
         return table
 
+    def call(self, seq: int) -> int:
+        """An allocator is called at ``seq``; returns the call's number for page tables."""
+        self._numbers += 1
+        self._calls.append(seq)
+        self._call_numbers.append(self._numbers)
+        return self._numbers - self.base
+
     def note_free(self, access: Access, seq: int) -> None:
-        """The ids were given back at ``seq`` to an allocator that is not theirs alone."""
+        """The ids were given back at ``seq`` to an allocator that nobody owns pages of."""
         table = self.table(access)
         place = table.place(access.ids)  # may replace the array
-        table.freed[place] = seq + 1
+        table.freed[place] = self.call(seq)
 
     def note_move(self, access: Access, seq: int) -> None:
         """The contents of the ids were moved elsewhere at ``seq``."""
         if len(access.ids):
-            table = self.table(access)
-            place = table.place(access.ids)
-            table.moved[place] = seq + 1
+            self.table(access).note_move(access.ids, seq + 1)
 
     def freed_since(self, overlap: Overlap, seq: int) -> bool:
-        """Whether a shared page was given back after ``seq``."""
-        table = self._tables[overlap.space][overlap.pool]
-        return bool((table.freed[overlap.pages] > seq + 1).any())
+        """Whether a shared page was given back after ``seq``, as far as calls are kept."""
+        first = bisect_right(self._calls, seq)
+        if first == len(self._calls):
+            return False
+        freed = self._tables[overlap.space][overlap.pool].freed[overlap.pages]
+        return bool((freed >= self._call_numbers[first] - self.base).any())
 
     def moved_since(self, overlap: Overlap, seq: int) -> bool:
         """Whether a shared page was moved away after ``seq``."""
-        table = self._tables[overlap.space][overlap.pool]
-        return bool((table.moved[overlap.pages] > seq + 1).any())
+        moved = self._tables[overlap.space][overlap.pool].moved
+        return len(moved) > 0 and bool((moved[overlap.pages] > seq + 1).any())
 
     def prune(self, floor: Clock) -> None:
         """Forget operations that every host thread knows to be complete (``Order.floor``)."""
@@ -355,6 +374,13 @@ class Shadow:
             done = min(done, len(history) - 1)  # the newest may still grow
             del history[:done]
         self._prune_kept()
+        if len(self._calls) > 2 * MAX_CALLS:
+            del self._calls[:-MAX_CALLS], self._call_numbers[:-MAX_CALLS]
+        if self._numbers - self.base > MAX_NUMBER:
+            by = self._numbers - self.base - MAX_NUMBER // 2
+            self.base += by
+            for table in self.tables:
+                table.rebase(by)
 
     def _prune_kept(self) -> None:
         kept = self._kept
@@ -366,8 +392,8 @@ class Shadow:
             self.measured.forget(kept[0].number)
 
     def _new_group(self, actor: Actor, accesses: tuple[Access, ...]) -> Group:
-        self._groups += 1
-        group = Group(self._groups, actor, accesses, [], {})
+        self._numbers += 1
+        group = Group(self._numbers, actor, accesses, [], {})
         history = self._history.get(actor)
         if history is None:
             self._history[actor] = [group]
@@ -406,7 +432,8 @@ class Shadow:
             sums: To be added to: at ``4 * space + 2 * mode`` how many pages were looked up, and behind it how many of
                 them had an earlier conflicting access.
         """
-        number, safe, owned = group.number, group.safe, 0
+        number, safe, owned = group.number - self.base, group.safe - self.base, 0
+        ordered = safe == number - 1
         clear = True
         marks: list[tuple[PageTable, PageIds | slice, bool, States | int | None]] = []
         fresh: list[tuple[PageTable, PageIds | slice]] = []
@@ -425,11 +452,11 @@ class Shadow:
                 last = table.touched[place]
                 if not last.item(last.argmin()):
                     pairs = int(np.count_nonzero(last))
-                if clear and safe != number - 1:
+                if clear and not ordered:
                     clear = last.item(last.argmax()) <= safe
                 if low != high:
-                    new = AFTER_WRITE.take(state)
-                elif (after := AFTER_WRITE.item(low)) != low:
+                    new = np.frombuffer(state.tobytes().translate(_AFTER_WRITE), np.uint8)
+                elif (after := AFTER_WRITE[low]) != low:
                     new = after
                 if high >= FREED_FROM:
                     group.suspect = True
@@ -438,7 +465,7 @@ class Shadow:
                     pairs = int(np.count_nonzero(state & WROTE))
                 elif not low & WROTE:
                     pairs = 0
-                if clear and safe != number - 1:
+                if clear and not ordered:
                     last = table.wrote[place]
                     clear = last.item(last.argmax()) <= safe
                 if high >= FRESH_FROM:
@@ -459,7 +486,7 @@ class Shadow:
             state = table.state[place]
             if state.item(state.argmax()) >= FRESH_FROM:
                 group.suspect = True
-        group.seen = number - 1 if clear else safe
+        group.seen = group.number - 1 if clear else group.safe
         return owned
 
     def _overlaps(self, group: Group, earlier: Group) -> Iterator[Overlap]:

@@ -63,6 +63,7 @@ def test_tables_stop_growing(monkeypatch: pytest.MonkeyPatch, timed: bool) -> No
     for module, name, limit in (
         (shadow, "MAX_GROUPS", 64),
         (shadow, "MAX_KEPT_IDS", 1 << 14),
+        (shadow, "MAX_CALLS", 256),
         (order, "MAX_EVENTS", 512),
         ("hicache_obs.analyzer.verdicts", "MAX_PENDING", 256),
         ("hicache_obs.analyzer.fence_cost", "MAX_WAITS", 256),
