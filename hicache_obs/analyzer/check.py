@@ -33,6 +33,7 @@ from hicache_obs.findings import (
 )
 from hicache_obs.records import (
     IN_ORDER,
+    NO_OP,
     Access,
     Collective,
     Define,
@@ -64,6 +65,7 @@ from hicache_obs.records import (
     StreamKind,
     TensorAlloc,
     TensorFree,
+    ThreadId,
     ThreadPost,
     ThreadRecv,
     Times,
@@ -78,6 +80,8 @@ MAX_GRAPHS: Final = 4096
 """Executable graphs known; a replay of an older one may follow anything."""
 _NAMED: Final = frozenset({DefineSpace.STREAM, DefineSpace.THREAD, DefineSpace.SITE, DefineSpace.ENGINE})
 """What findings name. Requests, events and I/O have new ids for ever."""
+_UNLIKE: Final = Kernel(NO_OP, ThreadId(-1), 0, StreamId(-1), 0, 0, 0, (0, 0), ()), Label("", 0, None, 0, ThreadId(-1))
+"""Like no record."""
 _SUMS: Final = 4 * len(Space)
 """Numbers that ``Shadow.enter`` sums up: pages and pairs by space and mode."""
 _RESTORED: Final = 4 * Space.DEVICE + 2 * Mode.WRITE
@@ -146,8 +150,8 @@ class Analyzer:
         self._ios: dict[int, int] = {}
         self._ended: dict[int, Snapshot] = {}
         self._io_slots: list[int] = []
-        self._labels: dict[Actor, Label] = {}
-        """What each stream ran last: the layers of a round and of a transfer share one label."""
+        self._labels: dict[StreamId, tuple[Kernel | Memcpy, Label]] = {}
+        """A record like the last of each stream: the layers of a round and of a transfer share its label."""
         self._sums: defaultdict[str, list[int]] = defaultdict(lambda: [0] * _SUMS)
         """By role, what was looked up and the sink has not heard of yet."""
         self._owned = 0
@@ -242,22 +246,23 @@ class Analyzer:
     # -- operations ------------------------------------------------------------------------------------------
 
     def _on_work(self, record: Kernel | Memcpy) -> None:
-        stream = actor = self._order.issue(record.stream, record.thread)
-        label = self._labels.get(stream)
+        order = self._order
+        stream = actor = order.issue(record.stream, record.thread)
+        like, label = self._labels.get(record.stream, _UNLIKE)
         if (
-            label is None
-            or label.number != record.group
-            or label.site != record.site
-            or label.thread != record.thread
-            or label.what != role(record)
+            like.accesses is not record.accesses
+            or like.group != record.group
+            or like.site != record.site
+            or like.thread != record.thread
+            or type(like) is not type(record)
         ):
             label = Label(role(record), record.site, record.stream, record.group, record.thread)
-            self._labels[stream] = label
+            self._labels[record.stream] = record, label
         if self._early.active and isinstance(record, Kernel):
             actor = self._early.place(record, stream, self._seq)
         operation = self._enter(record, actor, label)
         if actor != stream:
-            self._order.follow(stream, actor)
+            order.follow(stream, actor)
         self._live[record.op] = (operation,)
         self._meter.on_operation(stream, operation, record)
 
@@ -379,17 +384,21 @@ class Analyzer:
         self._taint.step(operation, record.rows if isinstance(record, Kernel) else None)
         if self._foreign.memory:
             self.totals.shared += self._foreign.touched(record.accesses)
-        group, changes = operation.group, self._ownership.changes
-        if group.owned_at != changes:
-            if owned < 0 or group.suspect:
-                owned = self._ownership.check(operation)
-            else:
-                group.owned_at = changes
-            self._owned += owned
+        if operation.group.owned_at != self._ownership.changes:
+            self._check_owner(operation, owned)
         for conflict in conflicts:
             self._on_conflict(conflict, operation, actor)
         order.advance(actor)
         return operation
+
+    def _check_owner(self, operation: Operation, owned: int) -> None:
+        """Judge an operation by its pages' owners, unless opening its group has shown that all of them may be used."""
+        group = operation.group
+        if owned < 0 or group.suspect:
+            owned = self._ownership.check(operation)
+        else:
+            group.owned_at = self._ownership.changes
+        self._owned += owned
 
     def _flush_checked(self) -> None:
         """Tell the sink what was looked up since the last time."""
@@ -429,18 +438,17 @@ class Analyzer:
     # -- order -----------------------------------------------------------------------------------------------
 
     def _on_event_record(self, record: EventRecord) -> None:
-        order = self._order
+        order, meter = self._order, self._meter
         stream = order.issue(record.stream, record.thread)
-        order.record(record.event, stream, self._seq, record.host_ns, self._meter.mark(stream))
+        order.record(record.event, stream, self._seq, record.host_ns, meter.last.get(stream, NO_OP))
 
     def _on_event_wait(self, record: EventWait) -> None:
-        snapshot = self._order.current(record.event)
-        self._wait(record, record.stream, snapshot)
+        self._wait(record, record.stream, self._order.current(record.event))
 
     def _on_wait_stream(self, record: WaitStream) -> None:
-        order = self._order
+        order, meter = self._order, self._meter
         on = order.issue(record.on, record.thread)
-        snapshot = order.snapshot(on, self._seq, record.host_ns, self._meter.mark(on))
+        snapshot = order.snapshot(on, self._seq, record.host_ns, meter.last.get(on, NO_OP))
         self._wait(record, record.waiter, snapshot)
 
     def _wait(self, record: EventWait | WaitStream, waiter: StreamId, snapshot: Snapshot | None) -> None:
@@ -449,7 +457,7 @@ class Analyzer:
         self._causes.note_wait(stream, waiter, snapshot, self._seq)
         if self._early.active:
             self._early.stop(waiter)
-        if isinstance(record, EventWait) and self._foreign.waits(record.event, self._seq):
+        if self._foreign.events and isinstance(record, EventWait) and self._foreign.waits(record.event, self._seq):
             order.suspect(stream)
         elif snapshot is not None:
             order.join(stream, snapshot)
@@ -466,7 +474,7 @@ class Analyzer:
         """The calling thread knows the event's record to be complete."""
         order = self._order
         snapshot, thread = order.current(record.event), order.thread(record.thread)
-        if self._foreign.waits(record.event, self._seq):
+        if self._foreign.events and self._foreign.waits(record.event, self._seq):
             order.suspect(thread)
         elif snapshot is not None:
             order.join(thread, snapshot, polled=polled)

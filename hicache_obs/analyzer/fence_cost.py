@@ -12,7 +12,7 @@ from typing import Final
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Snapshot
-from hicache_obs.analyzer.shadow import Label, Measured, Operation
+from hicache_obs.analyzer.shadow import Measured, Operation
 from hicache_obs.costs import AnalysisSink, FenceCost, PendingTransfers, TransferCost, TransferKind
 from hicache_obs.findings import Hazard
 from hicache_obs.records import (
@@ -96,6 +96,9 @@ class FenceMeter:
         sink: Receives the costs.
         measured: Groups whose times are known.
         hazard: ``hazard(earlier, later)``: what a fence between the two prevents, ``None`` if nothing.
+
+    Attributes:
+        last: What was queued last on each stream and has device times: the mark of a snapshot made now.
     """
 
     def __init__(
@@ -104,8 +107,7 @@ class FenceMeter:
         self._sink = sink
         self._measured = measured
         self._hazard = hazard
-        self._last: dict[Actor, OpId] = {}
-        """What was queued last on each stream and has device times."""
+        self.last: dict[Actor, OpId] = {}
         self._ends: dict[OpId, int] = {}
         """When what was measured last ended."""
         self._queued: dict[Actor, list[_Wait]] = {}
@@ -118,13 +120,9 @@ class FenceMeter:
         """State how many layers a device pool has, so that a transfer is known to be complete."""
         self._pool_layers[pool] = layers
 
-    def mark(self, stream: Actor) -> OpId:
-        """Note for a record made on ``stream`` now; comes back in ``on_wait`` with the snapshot."""
-        return self._last.get(stream, NO_OP)
-
     def on_wait(self, stream: Actor, record: EventWait | WaitStream, snapshot: Snapshot | None) -> None:
         """A wait was queued on ``stream``."""
-        self._last[stream] = op = record.op
+        self.last[stream] = op = record.op
         if record.purpose is Purpose.LAYER:
             self._waits[op] = _LAYER_WAIT
             return
@@ -139,24 +137,26 @@ class FenceMeter:
 
     def on_operation(self, stream: Actor, operation: Operation, record: Kernel | Memcpy) -> None:
         """An operation was queued on ``stream``."""
+        self.last[stream] = operation.op
         waits = self._queued.pop(stream, None)
-        self._last[stream] = operation.op
-        key = _transfer_of(operation.label)
-        if key is None:
+        kind = _KINDS.get(operation.label.what)
+        if kind is None:
             return
-        transfer = self._transfers.get(key)
+        transfer = self._transfers.get((kind, record.group))
         if transfer is None:
-            transfer = self._transfers[key] = self._begin(operation, record, waits or [])
+            transfer = self._transfers[kind, record.group] = self._begin(kind, operation, record, waits or [])
         transfer.last = operation
         transfer.size_bytes += record.size_bytes
         transfer.untimed += 1
         if operation.unordered:
             transfer.unordered = True
         if transfer.whole:
-            transfer.layers += min(record.layers[1], transfer.whole) - record.layers[0]
+            low, high = record.layers
+            transfer.layers += (high if high < transfer.whole else transfer.whole) - low
 
-    def _begin(self, operation: Operation, record: Kernel | Memcpy, waits: list[_Wait]) -> _Transfer:
-        kind = TransferKind.RESTORE if operation.label.what == "restore" else TransferKind.BACKUP
+    def _begin(
+        self, kind: TransferKind, operation: Operation, record: Kernel | Memcpy, waits: list[_Wait]
+    ) -> _Transfer:
         device = [access for access in record.accesses if access.space is Space.DEVICE]
         whole = self._pool_layers.get(device[0].pool if device else 0, 0)
         pages = sum(len(access.ids) for access in device)
@@ -170,8 +170,8 @@ class FenceMeter:
             self._sink.on_layer_wait(record.end_ns - record.start_ns)
         elif wait is not None:
             wait.start_ns, wait.end_ns = record.start_ns, record.end_ns
-        elif operations and (key := _transfer_of(operations[0].label)) is not None:
-            transfer = self._transfers.get(key)
+        elif operations and (kind := _KINDS.get(operations[0].label.what)) is not None:
+            transfer = self._transfers.get((kind, operations[0].label.number))
             if transfer is not None:
                 transfer.untimed -= 1
                 if transfer.whole and transfer.ended:
@@ -267,9 +267,3 @@ class FenceMeter:
         if wait.end_ns is None or wait.start_ns is None:
             return 0
         return wait.end_ns if wait.end_ns > wait.start_ns else 0
-
-
-def _transfer_of(label: Label) -> tuple[TransferKind, int] | None:
-    """Which transfer an operation is a copy of."""
-    kind = _KINDS.get(label.what)
-    return None if kind is None else (kind, label.number)

@@ -114,6 +114,7 @@ class Group(Struct, eq=False):
         actor: Stream or host thread.
         accesses: What every member touches.
         members: In issue order; their layer ranges ascend without overlap.
+        epochs: Of each member, for bisection.
         last, top: Epoch and end of the layer range of the newest member.
         shared: Page sets shared with another group, by that group's number.
         safe, seen: No group of another actor numbered in ``(safe, seen]`` shares a page with this one.
@@ -127,6 +128,7 @@ class Group(Struct, eq=False):
     actor: Actor
     accesses: tuple[Access, ...]
     members: list[Operation]
+    epochs: list[int]
     shared: dict[int, tuple[Overlap, ...]]
     last: int = 0
     top: int = 0
@@ -141,10 +143,10 @@ class Group(Struct, eq=False):
         """Members past epoch ``after`` whose layers overlap ``layers``."""
         low, high = layers
         members = self.members
-        first = bisect_right(members, low, key=_top)
-        if after:
-            first = max(first, bisect_right(members, after, key=_epoch))
-        last = first
+        first = bisect_right(self.epochs, after) if after else 0
+        if first < len(members) and members[first].layers[0] >= high:
+            return _NOBODY  # a layer that the waiter does not need yet, and so are those behind
+        last = first = bisect_right(members, low, first, key=_top)
         while last < len(members) and members[last].layers[0] < high:
             last += 1
         return members[first:last]
@@ -166,10 +168,6 @@ def _seq(conflict: Conflict) -> int:
 
 def _last(group: Group) -> int:
     return group.last
-
-
-def _epoch(operation: Operation) -> int:
-    return operation.epoch
 
 
 def _top(operation: Operation) -> int:
@@ -241,6 +239,8 @@ class Shadow:
         self._tables: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
         """By space and pool."""
         self._history: dict[Actor, list[Group]] = {}
+        self._newest: dict[Actor, Group] = {}
+        """The last group of each history, which may still grow."""
         self._numbers = 0
         """Of the newest group or allocator call."""
         self.base = 0
@@ -287,11 +287,11 @@ class Shadow:
             candidates = self._unordered(actor, clock)
             self._all_ordered = None if candidates else actor
         accesses, layers = record.accesses, record.layers
-        history = self._history.get(actor)
+        group = self._newest.get(actor)
         owned = -1
         if (
-            not history
-            or (group := history[-1]).top > layers[0]
+            group is None
+            or group.top > layers[0]
             or not (group.accesses is accesses or _same(group.accesses, accesses))
         ):
             group = self._new_group(actor, accesses)
@@ -302,6 +302,7 @@ class Shadow:
         operation = Operation(op, epoch, seq, layers, record.host_ns, label, group)
         conflicts = self._conflicts(group, layers, candidates) if candidates else _NO_CONFLICTS
         group.members.append(operation)
+        group.epochs.append(epoch)
         return operation, conflicts, owned
 
     @property
@@ -336,6 +337,8 @@ class Shadow:
         self._numbers += 1
         self._calls.append(seq)
         self._call_numbers.append(self._numbers)
+        if len(self._calls) > 2 * MAX_CALLS:
+            del self._calls[:-MAX_CALLS], self._call_numbers[:-MAX_CALLS]
         return self._numbers - self.base
 
     def note_free(self, access: Access, seq: int) -> None:
@@ -374,8 +377,6 @@ class Shadow:
             done = min(done, len(history) - 1)  # the newest may still grow
             del history[:done]
         self._prune_kept()
-        if len(self._calls) > 2 * MAX_CALLS:
-            del self._calls[:-MAX_CALLS], self._call_numbers[:-MAX_CALLS]
         if self._numbers - self.base > MAX_NUMBER:
             by = self._numbers - self.base - MAX_NUMBER // 2
             self.base += by
@@ -393,7 +394,7 @@ class Shadow:
 
     def _new_group(self, actor: Actor, accesses: tuple[Access, ...]) -> Group:
         self._numbers += 1
-        group = Group(self._numbers, actor, accesses, [], {})
+        group = self._newest[actor] = Group(self._numbers, actor, accesses, [], [], {})
         history = self._history.get(actor)
         if history is None:
             self._history[actor] = [group]
@@ -405,11 +406,12 @@ class Shadow:
     def _unordered(self, actor: Actor, clock: Clock) -> list[tuple[Group, int]]:
         """Groups of other actors with an operation past ``clock``, and the ordered epoch of their actor."""
         found: list[tuple[Group, int]] = []
-        for other, history in self._history.items():
+        for other, newest in self._newest.items():
             known = clock[other]
-            if history[-1].last > known and other != actor:
+            if newest.last > known and other != actor:
+                history = self._history[other]
                 if len(history) == 1 or history[-2].last <= known:
-                    found.append((history[-1], known))
+                    found.append((newest, known))
                 else:
                     first = bisect_right(history, known, key=_last)
                     found.extend((group, known) for group in history[first:])
@@ -524,3 +526,4 @@ def _number(group: Group) -> int:
 
 _NO_CANDIDATES: Final[list[tuple[Group, int]]] = []
 _NO_CONFLICTS: Final[list[Conflict]] = []
+_NOBODY: Final[list[Operation]] = []

@@ -246,7 +246,8 @@ class Taint:
         if not self._steps:
             self._forget_allocations()
             return
-        end, clean = self._cut_point()
+        spread = bool(self._races) or not self._past.empty
+        end, clean = self._cut_point() if spread else (max(1, len(self._steps) // 2), True)
         old = self._steps[:end]
         races = [race for race in self._races if race.second.seq <= old[-1][0].seq]
         if races or not self._past.empty:

@@ -100,6 +100,7 @@ def test_allocator_calls_alone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -
     """A trace may have any number of them between two operations, or no operation at all."""
     monkeypatch.setattr("hicache_obs.analyzer.taint.MAX_RECENT", 4)
     monkeypatch.setattr("hicache_obs.analyzer.ownership.MAX_CHANGES", 16)
+    monkeypatch.setattr(shadow, "MAX_CALLS", 8)
     for before in ("", "F:w5 L:w5 "):
         entries = []
         for count in (200, 400):
