@@ -65,7 +65,6 @@ from hicache_obs.records import (
     StreamKind,
     TensorAlloc,
     TensorFree,
-    ThreadId,
     ThreadPost,
     ThreadRecv,
     Times,
@@ -80,8 +79,6 @@ MAX_GRAPHS: Final = 4096
 """Executable graphs known; a replay of an older one may follow anything."""
 _NAMED: Final = frozenset({DefineSpace.STREAM, DefineSpace.THREAD, DefineSpace.SITE, DefineSpace.ENGINE})
 """What findings name. Requests, events and I/O have new ids for ever."""
-_UNLIKE: Final = Kernel(NO_OP, ThreadId(-1), 0, StreamId(-1), 0, 0, 0, (0, 0), ()), Label("", 0, None, 0, ThreadId(-1))
-"""Like no record."""
 _SUMS: Final = 4 * len(Space)
 """Numbers that ``Shadow.enter`` sums up: pages and pairs by space and mode."""
 _RESTORED: Final = 4 * Space.DEVICE + 2 * Mode.WRITE
@@ -150,8 +147,6 @@ class Analyzer:
         self._ios: dict[int, int] = {}
         self._ended: dict[int, Snapshot] = {}
         self._io_slots: list[int] = []
-        self._labels: dict[StreamId, tuple[Kernel | Memcpy, Label]] = {}
-        """A record like the last of each stream: the layers of a round and of a transfer share its label."""
         self._sums: defaultdict[str, list[int]] = defaultdict(lambda: [0] * _SUMS)
         """By role, what was looked up and the sink has not heard of yet."""
         self._owned = 0
@@ -246,20 +241,20 @@ class Analyzer:
     # -- operations ------------------------------------------------------------------------------------------
 
     def _on_work(self, record: Kernel | Memcpy) -> None:
-        order = self._order
+        order, shadow = self._order, self._shadow
         stream = actor = order.issue(record.stream, record.thread)
-        like, label = self._labels.get(record.stream, _UNLIKE)
-        if (
-            like.accesses is not record.accesses
-            or like.group != record.group
-            or like.site != record.site
-            or like.thread != record.thread
-            or type(like) is not type(record)
-        ):
-            label = Label(role(record), record.site, record.stream, record.group, record.thread)
-            self._labels[record.stream] = record, label
         if self._early.active and isinstance(record, Kernel):
             actor = self._early.place(record, stream, self._seq)
+        group = shadow.newest.get(actor)
+        if (
+            group is None
+            or (label := group.label).number != record.group
+            or label.site != record.site
+            or label.thread != record.thread
+            or label.kind is not type(record)
+            or group.accesses is not record.accesses
+        ):
+            label = Label(role(record), record.site, record.stream, record.group, record.thread, type(record))
         operation = self._enter(record, actor, label)
         if actor != stream:
             order.follow(stream, actor)
@@ -371,28 +366,26 @@ class Analyzer:
         op: OpId | None = None,
     ) -> Operation:
         """Check an operation and add it to the history; ``op`` replaces the record's id (a graph's entries)."""
-        order = self._order
         operation, conflicts, owned = self._shadow.enter(
-            actor,
-            order.clock(actor),
-            record,
-            record.op if op is None else op,
-            self._seq,
-            label,
-            self._sums[label.what],
+            actor, self._order.clock(actor), record, record.op if op is None else op, self._seq, label, self._sums
         )
+        group = operation.group
         self._taint.step(operation, record.rows if isinstance(record, Kernel) else None)
         if self._foreign.memory:
             self.totals.shared += self._foreign.touched(record.accesses)
-        if operation.group.owned_at != self._ownership.changes:
+        if group.owned_at != self._ownership.changes:
             self._check_owner(operation, owned)
         for conflict in conflicts:
             self._on_conflict(conflict, operation, actor)
-        order.advance(actor)
+        self._order.advance(actor)
         return operation
 
     def _check_owner(self, operation: Operation, owned: int) -> None:
-        """Judge an operation by its pages' owners, unless opening its group has shown that all of them may be used."""
+        """Judge an operation by its pages' owners, unless the look-up has shown that all of them may be used.
+
+        Args:
+            owned: How many pages of a new group have a known owner, -1 if nothing was looked up.
+        """
         group = operation.group
         if owned < 0 or group.suspect:
             owned = self._ownership.check(operation)

@@ -97,7 +97,8 @@ class Order:
         self._streams: dict[StreamId, Actor] = {}
         self._threads: dict[ThreadId, Actor] = {}
         self._others: dict[tuple[str, int, int], Actor] = {}
-        self._clocks: list[list[Clock]] = []
+        self.clocks: list[list[Clock]] = []
+        """By actor and level."""
         self._bases: list[list[Clock] | None] = []
         """What the actor's next snapshot shares, ``None`` once another component than its own has changed."""
         self._followed: list[list[Clock] | None] = []
@@ -128,7 +129,7 @@ class Order:
     @property
     def actors(self) -> int:
         """Number of actors seen."""
-        return len(self._clocks)
+        return len(self.clocks)
 
     def stream(self, stream: StreamId) -> Actor:
         """Actor of a stream."""
@@ -176,8 +177,8 @@ class Order:
     def suspect(self, actor: Actor, others: Iterable[Actor] | None = None) -> None:
         """``actor`` may follow all that ``others`` (``None``: everybody) did so far, by order that nobody recorded."""
         self._deepen(DOUBTFUL + 1)
-        for other in range(len(self._clocks)) if others is None else others:
-            self._merge(actor, self._clocks[other], DOUBTFUL)
+        for other in range(len(self.clocks)) if others is None else others:
+            self._merge(actor, self.clocks[other], DOUBTFUL)
 
     def _other(self, kind: str, number: int, index: int) -> Actor:
         key = kind, number, index
@@ -187,20 +188,20 @@ class Order:
         return actor
 
     def _new_actor(self) -> Actor:
-        actor = len(self._clocks)
-        self._clocks.append([[] for _ in range(self._depth)])
+        actor = len(self.clocks)
+        self.clocks.append([[] for _ in range(self._depth)])
         self._bases.append(None)
         self._followed.append(None)
         self._versions.append(0)
         self._joined.append({})
-        for levels in self._clocks:
+        for levels in self.clocks:
             for clock in levels:
                 clock.extend([0] * (actor + 1 - len(clock)))
         return actor
 
     def clock(self, actor: Actor) -> Clock:
         """The guaranteed clock of ``actor``: what its next operation surely happens after. Do not change it."""
-        return self._clocks[actor][0]
+        return self.clocks[actor][0]
 
     def issue(self, stream: StreamId, thread: ThreadId) -> Actor:
         """A call by ``thread`` adds something to ``stream``: what the thread knows, the stream now follows.
@@ -220,7 +221,7 @@ class Order:
         version = self._versions[by]
         joined = self._joined[on]
         if joined.get(by) != version:
-            self._merge(on, self._clocks[by], GUARANTEED)
+            self._merge(on, self.clocks[by], GUARANTEED)
             joined[by] = version
         if self._kinds:
             self._follow_legacy(on)
@@ -232,11 +233,11 @@ class Order:
         partner = StreamKind.BLOCKING if kind is StreamKind.LEGACY else StreamKind.LEGACY
         for other, other_kind in self._kinds.items():
             if other_kind is partner and other != stream:
-                self._merge(stream, self._clocks[other], GUARANTEED)
+                self._merge(stream, self.clocks[other], GUARANTEED)
 
     def advance(self, actor: Actor) -> int:
         """The actor's next operation happens now; returns its epoch. Check it *before* advancing."""
-        levels = self._clocks[actor]
+        levels = self.clocks[actor]
         clock = levels[0]
         clock[actor] = epoch = clock[actor] + 1
         if self._depth > 1:
@@ -247,7 +248,7 @@ class Order:
 
     def proof(self, actor: Actor, before: Actor, epoch: int) -> Proof:
         """How ``actor``'s next operation is known to follow operation ``epoch`` of ``before``."""
-        for level, clock in enumerate(self._clocks[actor]):
+        for level, clock in enumerate(self.clocks[actor]):
             if clock[before] >= epoch:
                 return _PROOF[level]
         return Proof.NONE
@@ -263,7 +264,7 @@ class Order:
 
     def snapshot(self, stream: Actor, seq: int, issued_ns: int = 0, mark: OpId | None = None) -> Snapshot:
         """An anonymous record on ``stream`` (what ``wait_stream`` makes)."""
-        levels = self._clocks[stream]
+        levels = self.clocks[stream]
         clock = levels[0]
         clock[stream] = epoch = clock[stream] + 1
         if self._depth > 1:
@@ -281,7 +282,7 @@ class Order:
 
     def note(self, actor: Actor, seq: int) -> Snapshot:
         """What ``actor``'s next operation happens after, as it is now; no marker, no work of its own."""
-        return Snapshot(self._base(actor), actor, self._clocks[actor][0][actor], seq)
+        return Snapshot(self._base(actor), actor, self.clocks[actor][0][actor], seq)
 
     def notes(self, seq: int) -> list[Snapshot]:
         """``note`` of every stream."""
@@ -289,12 +290,12 @@ class Order:
 
     def follow(self, actor: Actor, other: Actor) -> None:
         """``actor`` follows everything ``other`` has done so far, for good and on every level."""
-        self._merge(actor, self._clocks[other], GUARANTEED)
+        self._merge(actor, self.clocks[other], GUARANTEED)
 
     def tell(self, thread: Actor, ledger: Actor) -> int:
         """The next step of ``ledger``, which follows nobody and which ``thread`` follows at once; returns its epoch."""
         epoch = self.advance(ledger)
-        for clock in self._clocks[thread]:
+        for clock in self.clocks[thread]:
             clock[ledger] = epoch
         self._changed(thread)
         return epoch
@@ -306,32 +307,26 @@ class Order:
         it counts on the doubtful level only. Pass ``polled`` for knowledge gained by a query.
         """
         if self._depth == 1 and not polled and snapshot.seq >= self._lost_at:
-            self._join_base(actor, snapshot)
+            own, base, source = self.clocks[actor][0], snapshot.levels, snapshot.actor
+            changed = False
+            if self._followed[actor] is not base:
+                self._followed[actor] = base
+                changed = _join(own, base[0])
+            if own[source] < snapshot.epoch:
+                own[source] = snapshot.epoch
+                changed = True
+            if changed:
+                self._changed(actor)
             return
         level = POLLED if polled else GUARANTEED
         if snapshot.seq < self._lost_at:
             level = DOUBTFUL
         self._deepen(level + 1)
         self._merge(actor, snapshot.levels, level)
-        for clock in self._clocks[actor][level:]:
+        for clock in self.clocks[actor][level:]:
             if clock[snapshot.actor] < snapshot.epoch:
                 clock[snapshot.actor] = snapshot.epoch
                 self._changed(actor)
-
-    def _join_base(self, actor: Actor, snapshot: Snapshot) -> None:
-        own = self._clocks[actor][0]
-        base = snapshot.levels
-        if self._followed[actor] is base:
-            changed = False
-        else:
-            self._followed[actor] = base
-            changed = _join(own, base[0])
-        if own[snapshot.actor] < snapshot.epoch:
-            own[snapshot.actor] = snapshot.epoch
-        elif not changed:
-            return
-        self._versions[actor] += 1
-        self._bases[actor] = None
 
     def observe_all(self, thread: Actor) -> None:
         """``thread`` waited until all work queued on every stream was complete."""
@@ -348,9 +343,9 @@ class Order:
 
     def floor(self) -> Clock:
         """Per actor, the epoch that every host thread knows to be complete: older operations cannot race."""
-        threads = [self._clocks[actor][0] for actor in self._threads.values()]
+        threads = [self.clocks[actor][0] for actor in self._threads.values()]
         if not threads:
-            return [0] * len(self._clocks)
+            return [0] * len(self.clocks)
         return [min(column) for column in zip(*threads, strict=True)]
 
     def prune(self, floor: Clock) -> None:
@@ -373,22 +368,18 @@ class Order:
         """What snapshots of the actor share until ``_changed``."""
         base = self._bases[actor]
         if base is None:
-            base = self._bases[actor] = [clock.copy() for clock in self._clocks[actor]]
+            base = self._bases[actor] = [clock.copy() for clock in self.clocks[actor]]
         return base
 
     def _deepen(self, depth: int) -> None:
         while self._depth < depth:
-            for levels in self._clocks:
+            for levels in self.clocks:
                 levels.append(levels[-1].copy())
             self._depth += 1
 
     def _merge(self, actor: Actor, levels: list[Clock], at_least: int) -> None:
         """Join ``levels[k]`` into the actor's level k, for every k from ``at_least`` up."""
-        own = self._clocks[actor]
-        if self._depth == 1:
-            if _join(own[0], levels[0]):
-                self._changed(actor)
-            return
+        own = self.clocks[actor]
         changed = False
         for level in range(at_least, self._depth):
             changed |= _join(own[level], levels[min(level, len(levels) - 1)])

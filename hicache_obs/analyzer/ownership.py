@@ -58,7 +58,7 @@ def _given_away(state: int, *, lost: bool) -> int:
 
 
 _GIVEN_OUT, _GIVEN_AWAY = (
-    {lost: bytes(rule(state, lost=lost) for state in range(OWN * len(Own))) for lost in (False, True)}
+    {lost: bytes(rule(state, lost=lost) for state in range(256)) for lost in (False, True)}
     for rule in (_given_out, _given_away)
 )
 

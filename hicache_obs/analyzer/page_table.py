@@ -11,7 +11,6 @@ whether there is an earlier write and whether anything is wrong with the owner.
 from __future__ import annotations
 
 import enum
-from functools import cache
 from typing import Final
 
 import numpy as np
@@ -46,10 +45,10 @@ OWN: Final = 4
 """Factor of the owner in a state."""
 FRESH_FROM: Final = OWN * Own.FRESH
 FREED_FROM: Final = OWN * Own.FREED
-AFTER_WRITE: Final = bytes(
-    (state - OWN if state // OWN == Own.FRESH else state) | WROTE for state in range(OWN * len(Own))
-)
+_AFTER_WRITE: Final = bytes((state - OWN if state // OWN == Own.FRESH else state) | WROTE for state in range(256))
 """By state: the state once the page is written."""
+_UNIFORM: Final = tuple(bytes([state]) * 4096 for state in range(OWN * len(Own)))
+"""By state: pages that all have it. Most often all pages of an operation do."""
 
 
 class PageTable:
@@ -106,13 +105,13 @@ class PageTable:
         Args:
             ids: The pages; not none.
             number: Of the call.
-            rule: New state by old state.
+            rule: New state by old state, 256 of them.
         """
         if len(ids) > _FEW:
             place = self.place(ids)
             (self.given if given else self.freed)[place] = number
             before = self.state[place].tobytes()
-            self.state[place] = np.frombuffer(before.translate(_padded(rule)), np.uint8)
+            self.state[place] = np.frombuffer(before.translate(rule), np.uint8)
             states = np.frombuffer(before, np.uint8) & SHARED
             return ids[states.nonzero()].tolist() if states.item(states.argmax()) else []
         pages: list[int] = ids.tolist()
@@ -124,6 +123,42 @@ class PageTable:
             column[page] = number
             cells[page] = rule[cells[page]]
         return shared
+
+    def note_write(self, place: PageIds | slice) -> tuple[int, bool, bool]:
+        """Pages are written.
+
+        Returns:
+            How many of them have a known owner; whether any of them is free; whether any was never written before.
+        """
+        state = self.state[place]
+        cells = state.tobytes()
+        first = cells[0]
+        if cells == _UNIFORM[first][: len(cells)]:
+            after = _AFTER_WRITE[first]
+            if after != first:
+                self.state[place] = after
+            return len(cells) if first >= OWN else 0, first >= FREED_FROM, not first & WROTE
+        written = np.count_nonzero(state & WROTE) == len(state)
+        self.state[place] = np.frombuffer(cells.translate(_AFTER_WRITE), np.uint8)  # ``state`` may be a view
+        return int(np.count_nonzero(state >= OWN)), state.item(state.argmax()) >= FREED_FROM, not written
+
+    def look(self, place: PageIds | slice) -> tuple[int, bool, int]:
+        """Pages are read.
+
+        Returns:
+            How many of them have a known owner; whether any is free, or not written for its owner; how many were ever
+            written.
+        """
+        state = self.state[place]
+        cells = state.tobytes()
+        first = cells[0]
+        if cells == _UNIFORM[first][: len(cells)]:
+            return len(cells) if first >= OWN else 0, first >= FRESH_FROM, len(cells) if first & WROTE else 0
+        return (
+            int(np.count_nonzero(state >= OWN)),
+            state.item(state.argmax()) >= FRESH_FROM,
+            int(np.count_nonzero(state & WROTE)),
+        )
 
     def rebase(self, by: int) -> None:
         """Take ``by`` off all numbers; what would be below 1 becomes 1, and none stays none."""
@@ -147,12 +182,6 @@ class PageTable:
         if len(self.moved):
             self.moved = np.concatenate([self.moved, np.zeros(more, np.int64)])
         self._view()
-
-
-@cache
-def _padded(rule: bytes) -> bytes:
-    """As long as ``bytes.translate`` wants it."""
-    return rule.ljust(256, b"\0")
 
 
 def _consecutive(ids: PageIds) -> bool:

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import numpy as np
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Clock
-from hicache_obs.analyzer.page_table import AFTER_WRITE, FREED_FROM, FRESH_FROM, OWN, WROTE, PageTable, States
+from hicache_obs.analyzer.page_table import PageTable
 from hicache_obs.records import (
     Access,
     GraphNode,
@@ -52,8 +52,7 @@ MAX_NUMBER: Final = 1 << 30
 MAX_KEPT_IDS: Final = 1 << 22
 """Page ids in the groups that measured times are compared with; their arrays take at most eight bytes for each."""
 _NO_PAGES: Final = np.empty(0, np.int64)
-_WRITE: Final = Mode.WRITE
-_AFTER_WRITE: Final = AFTER_WRITE.ljust(256, b"\0")
+_READ: Final = Mode.READ
 
 Touching = Kernel | Memcpy | HostAccess | GraphReplay | GraphNode | Relocate | IoBegin
 """Records of operations that touch pages."""
@@ -69,6 +68,7 @@ class Label(Struct, frozen=True, eq=False, gc=False):
         stream: ``None`` for a host access.
         number: Round id or transfer id.
         thread: Issuing host thread.
+        kind: Kind of record, of a kernel or copy.
     """
 
     what: str
@@ -76,6 +76,7 @@ class Label(Struct, frozen=True, eq=False, gc=False):
     stream: StreamId | None
     number: int
     thread: ThreadId
+    kind: type[Kernel | Memcpy] | None = None
 
 
 class Operation(Struct, eq=False):
@@ -112,6 +113,7 @@ class Group(Struct, eq=False):
     Attributes:
         number: Increases in order of each group's first operation.
         actor: Stream or host thread.
+        label: What the newest member is.
         accesses: What every member touches.
         members: In issue order; their layer ranges ascend without overlap.
         epochs: Of each member, for bisection.
@@ -126,6 +128,7 @@ class Group(Struct, eq=False):
 
     number: int
     actor: Actor
+    label: Label
     accesses: tuple[Access, ...]
     members: list[Operation]
     epochs: list[int]
@@ -239,7 +242,7 @@ class Shadow:
         self._tables: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
         """By space and pool."""
         self._history: dict[Actor, list[Group]] = {}
-        self._newest: dict[Actor, Group] = {}
+        self.newest: dict[Actor, Group] = {}
         """The last group of each history, which may still grow."""
         self._numbers = 0
         """Of the newest group or allocator call."""
@@ -266,7 +269,7 @@ class Shadow:
         op: OpId,
         seq: int,
         label: Label,
-        sums: list[int],
+        sums: Mapping[str, list[int]],
     ) -> tuple[Operation, list[Conflict], int]:
         """Add an operation; tell what it conflicts with.
 
@@ -275,28 +278,32 @@ class Shadow:
             clock: The actor's guaranteed clock before the operation.
             record: What it touches, when it was issued.
             op, seq, label: As in ``Operation``.
-            sums: See ``_open``.
+            sums: By ``Label.what``, see ``_look_up``.
 
         Returns:
             The operation; its conflicts with unordered earlier operations, oldest first; and, if it begins a group,
             how many of its pages have a known owner, else -1.
         """
-        if self._all_ordered == actor:
-            candidates = _NO_CANDIDATES  # only this actor has done anything since
-        else:
-            candidates = self._unordered(actor, clock)
-            self._all_ordered = None if candidates else actor
+        candidates = _NO_CANDIDATES if self._all_ordered == actor else self._unordered(actor, clock)
         accesses, layers = record.accesses, record.layers
-        group = self._newest.get(actor)
+        group = self.newest.get(actor)
         owned = -1
         if (
             group is None
             or group.top > layers[0]
             or not (group.accesses is accesses or _same(group.accesses, accesses))
         ):
-            group = self._new_group(actor, accesses)
+            self._numbers += 1
+            group = self.newest[actor] = Group(self._numbers, actor, label, accesses, [], [], {})
+            history = self._history.get(actor)
+            if history is None:
+                self._history[actor] = [group]
+            else:
+                history.append(group)
+            self._kept.append(group)
             group.safe = min(found.number for found, _ in candidates) - 1 if candidates else group.number - 1
-            owned = self._open(group, sums)
+            owned = self._look_up(group, sums[label.what])
+        group.label = label
         group.last = epoch = clock[actor] + 1
         group.top = layers[1]
         operation = Operation(op, epoch, seq, layers, record.host_ns, label, group)
@@ -392,29 +399,21 @@ class Shadow:
         if kept:
             self.measured.forget(kept[0].number)
 
-    def _new_group(self, actor: Actor, accesses: tuple[Access, ...]) -> Group:
-        self._numbers += 1
-        group = self._newest[actor] = Group(self._numbers, actor, accesses, [], [], {})
-        history = self._history.get(actor)
-        if history is None:
-            self._history[actor] = [group]
-        else:
-            history.append(group)
-        self._kept.append(group)
-        return group
-
     def _unordered(self, actor: Actor, clock: Clock) -> list[tuple[Group, int]]:
         """Groups of other actors with an operation past ``clock``, and the ordered epoch of their actor."""
-        found: list[tuple[Group, int]] = []
-        for other, newest in self._newest.items():
+        found = _NO_CANDIDATES
+        for other, newest in self.newest.items():
             known = clock[other]
             if newest.last > known and other != actor:
+                if not found:
+                    found = []
                 history = self._history[other]
                 if len(history) == 1 or history[-2].last <= known:
                     found.append((newest, known))
                 else:
                     first = bisect_right(history, known, key=_last)
                     found.extend((group, known) for group in history[first:])
+        self._all_ordered = None if found else actor
         return found
 
     def _conflicts(self, group: Group, layers: tuple[int, int], candidates: list[tuple[Group, int]]) -> list[Conflict]:
@@ -427,7 +426,7 @@ class Shadow:
             found.sort(key=_seq)
         return found
 
-    def _open(self, group: Group, sums: list[int]) -> int:
+    def _look_up(self, group: Group, sums: list[int]) -> int:
         """Look the new group's pages up, then mark them; returns how many of them have a known owner.
 
         Args:
@@ -436,58 +435,45 @@ class Shadow:
         """
         number, safe, owned = group.number - self.base, group.safe - self.base, 0
         ordered = safe == number - 1
-        clear = True
-        marks: list[tuple[PageTable, PageIds | slice, bool, States | int | None]] = []
-        fresh: list[tuple[PageTable, PageIds | slice]] = []
+        clear, unwritten = True, False
+        reads: list[tuple[PageTable, PageIds | slice, int]] = []
+        writes: list[tuple[PageTable, PageIds | slice]] = []
         for access in group.accesses:
-            ids = access.ids
-            count = pairs = len(ids)
+            count = len(access.ids)
             if not count:
                 continue
+            self._kept_ids += count
             table = self.table(access)
-            place = table.place(ids)
-            state = table.state[place]
-            low, high = state.item(state.argmin()), state.item(state.argmax())
-            writes = access.mode is _WRITE
-            new: States | int | None = None
-            if writes:
-                last = table.touched[place]
-                if not last.item(last.argmin()):
-                    pairs = int(np.count_nonzero(last))
-                if clear and not ordered:
-                    clear = last.item(last.argmax()) <= safe
-                if low != high:
-                    new = np.frombuffer(state.tobytes().translate(_AFTER_WRITE), np.uint8)
-                elif (after := AFTER_WRITE[low]) != low:
-                    new = after
-                if high >= FREED_FROM:
-                    group.suspect = True
-            else:
-                if low != high:
-                    pairs = int(np.count_nonzero(state & WROTE))
-                elif not low & WROTE:
-                    pairs = 0
-                if clear and not ordered:
-                    last = table.wrote[place]
-                    clear = last.item(last.argmax()) <= safe
-                if high >= FRESH_FROM:
-                    fresh.append((table, place))
-            owned += count if low >= OWN else 0 if high < OWN else int(np.count_nonzero(state >= OWN))
+            place = table.place(access.ids)
             at = 4 * access.space + 2 * access.mode
             sums[at] += count
-            sums[at + 1] += pairs
-            self._kept_ids += count
-            marks.append((table, place, writes, new))
-        for table, place, writes, new in marks:
+            if access.mode is _READ:
+                reads.append((table, place, at + 1))
+                continue
+            last = table.touched[place]
+            sums[at + 1] += count if last.item(last.argmin()) else int(np.count_nonzero(last))
+            if clear and not ordered:
+                clear = last.item(last.argmax()) <= safe
+            writes.append((table, place))
+        for table, place in writes:
+            known, free, new = table.note_write(place)
+            owned += known
+            group.suspect |= free
+            unwritten |= new
+        for table, place, at in reads:
+            if unwritten or not ordered:  # before this operation's own writes are marked
+                last = table.wrote[place]
+                sums[at] += len(last) if last.item(last.argmin()) else int(np.count_nonzero(last))
+                clear = clear and (ordered or last.item(last.argmax()) <= safe)
+            known, wrong, written = table.look(place)
+            owned += known
+            group.suspect |= wrong
+            if ordered and not unwritten:
+                sums[at] += written
+        for table, place in writes:
+            table.touched[place] = table.wrote[place] = number
+        for table, place, _ in reads:
             table.touched[place] = number
-            if writes:
-                table.wrote[place] = number
-                if new is not None:
-                    table.state[place] = new
-        for table, place in fresh:  # written in this very operation?
-            state = table.state[place]
-            if state.item(state.argmax()) >= FRESH_FROM:
-                group.suspect = True
         group.seen = group.number - 1 if clear else group.safe
         return owned
 
