@@ -248,14 +248,24 @@ class Analyzer:
         group = shadow.newest.get(actor)
         if (
             group is None
+            or group.accesses is not record.accesses
             or (label := group.label).number != record.group
             or label.site != record.site
             or label.thread != record.thread
             or label.kind is not type(record)
-            or group.accesses is not record.accesses
         ):
             label = Label(role(record), record.site, record.stream, record.group, record.thread, type(record))
-        operation = self._enter(record, actor, label)
+            operation = self._enter(record, actor, label)
+        elif (
+            group.owned_at == self._ownership.changes
+            and not self._foreign.memory
+            and (found := shadow.extend(group, order.clocks[actor][0], record, self._seq)) is not None
+        ):
+            operation = found
+            self._taint.step(operation, record.rows if isinstance(record, Kernel) else None)
+            order.advance(actor)
+        else:
+            operation = self._enter(record, actor, label)
         if actor != stream:
             order.follow(stream, actor)
         self._live[record.op] = (operation,)
@@ -431,29 +441,32 @@ class Analyzer:
     # -- order -----------------------------------------------------------------------------------------------
 
     def _on_event_record(self, record: EventRecord) -> None:
-        order, meter = self._order, self._meter
+        order = self._order
         stream = order.issue(record.stream, record.thread)
-        order.record(record.event, stream, self._seq, record.host_ns, meter.last.get(stream, NO_OP))
+        order.record(record.event, stream, self._seq, record.host_ns, self._meter.last.get(stream, NO_OP))
 
     def _on_event_wait(self, record: EventWait) -> None:
-        self._wait(record, record.stream, self._order.current(record.event))
-
-    def _on_wait_stream(self, record: WaitStream) -> None:
-        order, meter = self._order, self._meter
-        on = order.issue(record.on, record.thread)
-        snapshot = order.snapshot(on, self._seq, record.host_ns, meter.last.get(on, NO_OP))
-        self._wait(record, record.waiter, snapshot)
-
-    def _wait(self, record: EventWait | WaitStream, waiter: StreamId, snapshot: Snapshot | None) -> None:
         order = self._order
-        stream = order.issue(waiter, record.thread)
-        self._causes.note_wait(stream, waiter, snapshot, self._seq)
+        snapshot = order.current(record.event)
+        stream = order.issue(record.stream, record.thread)
+        self._causes.note_wait(stream, record.stream, snapshot, self._seq)
         if self._early.active:
-            self._early.stop(waiter)
-        if self._foreign.events and isinstance(record, EventWait) and self._foreign.waits(record.event, self._seq):
+            self._early.stop(record.stream)
+        if self._foreign.events and self._foreign.waits(record.event, self._seq):
             order.suspect(stream)
         elif snapshot is not None:
             order.join(stream, snapshot)
+        self._meter.on_wait(stream, record, snapshot)
+
+    def _on_wait_stream(self, record: WaitStream) -> None:
+        order = self._order
+        on = order.issue(record.on, record.thread)
+        snapshot = order.snapshot(on, self._seq, record.host_ns, self._meter.last.get(on, NO_OP))
+        stream = order.issue(record.waiter, record.thread)
+        self._causes.note_wait(stream, record.waiter, snapshot, self._seq)
+        if self._early.active:
+            self._early.stop(record.waiter)
+        order.join(stream, snapshot)
         self._meter.on_wait(stream, record, snapshot)
 
     def _on_query(self, record: EventQuery) -> None:

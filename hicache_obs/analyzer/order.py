@@ -255,9 +255,8 @@ class Order:
 
     def record(self, event: EventId, stream: Actor, seq: int, issued_ns: int = 0, mark: OpId | None = None) -> None:
         """``event`` now marks all work queued on ``stream``; the marker is itself work of the stream."""
-        events = self._events
-        former = events.pop(event, None)  # so that the table stays in order of records
-        events[event] = snapshot = self.snapshot(stream, seq, issued_ns, mark)
+        former = self._events.pop(event, None)  # so that the table stays in order of records
+        self._events[event] = snapshot = self.snapshot(stream, seq, issued_ns, mark)
         if former is not None:
             former.former = None
             snapshot.former = former

@@ -256,8 +256,10 @@ class Shadow:
         self._kept_ids = 0
         """Page ids in there."""
         self.measured = Measured()
-        self._all_ordered: Actor | None = None
-        """The actor of the last operation, if everything of others was ordered before it."""
+        self._surveyor: Actor | None = None
+        """The actor of the last operation."""
+        self._rivals: list[Group] = []
+        """Groups of others with an operation that was not ordered before it."""
         self.forgotten = 0
         """Groups dropped from a full history while they could still have raced."""
 
@@ -284,7 +286,7 @@ class Shadow:
             The operation; its conflicts with unordered earlier operations, oldest first; and, if it begins a group,
             how many of its pages have a known owner, else -1.
         """
-        candidates = _NO_CANDIDATES if self._all_ordered == actor else self._unordered(actor, clock)
+        candidates = self._unordered(actor, clock) if self._rivals or self._surveyor != actor else _NO_CANDIDATES
         accesses, layers = record.accesses, record.layers
         group = self.newest.get(actor)
         owned = -1
@@ -311,6 +313,25 @@ class Shadow:
         group.members.append(operation)
         group.epochs.append(epoch)
         return operation, conflicts, owned
+
+    def extend(self, group: Group, clock: Clock, record: Kernel | Memcpy, seq: int) -> Operation | None:
+        """``enter`` for another operation of an actor's newest group, most often its next layer.
+
+        Returns ``None``, and does nothing, if it may conflict with something, or other actors have had operations.
+        """
+        layers = record.layers
+        if self._surveyor != group.actor or group.top > layers[0]:
+            return None
+        for rival in self._rivals:
+            first = bisect_right(rival.epochs, clock[rival.actor])
+            if first < len(rival.members) and rival.members[first].layers[0] < layers[1]:
+                return None
+        group.last = epoch = clock[group.actor] + 1
+        group.top = layers[1]
+        operation = Operation(record.op, epoch, seq, layers, record.host_ns, group.label, group)
+        group.members.append(operation)
+        group.epochs.append(epoch)
+        return operation
 
     @property
     def retained(self) -> int:
@@ -401,19 +422,21 @@ class Shadow:
 
     def _unordered(self, actor: Actor, clock: Clock) -> list[tuple[Group, int]]:
         """Groups of other actors with an operation past ``clock``, and the ordered epoch of their actor."""
-        found = _NO_CANDIDATES
-        for other, newest in self.newest.items():
-            known = clock[other]
-            if newest.last > known and other != actor:
-                if not found:
-                    found = []
-                history = self._history[other]
-                if len(history) == 1 or history[-2].last <= known:
-                    found.append((newest, known))
-                else:
-                    first = bisect_right(history, known, key=_last)
-                    found.extend((group, known) for group in history[first:])
-        self._all_ordered = None if found else actor
+        if self._surveyor == actor:  # only this actor has done anything since the last survey
+            found = [(group, known) for group in self._rivals if group.last > (known := clock[group.actor])]
+        else:
+            found = []
+            for other, newest in self.newest.items():
+                known = clock[other]
+                if newest.last > known and other != actor:
+                    history = self._history[other]
+                    if len(history) == 1 or history[-2].last <= known:
+                        found.append((newest, known))
+                    else:
+                        first = bisect_right(history, known, key=_last)
+                        found.extend((group, known) for group in history[first:])
+            self._surveyor = actor
+        self._rivals = [group for group, _ in found]
         return found
 
     def _conflicts(self, group: Group, layers: tuple[int, int], candidates: list[tuple[Group, int]]) -> list[Conflict]:
