@@ -262,13 +262,13 @@ class Analyzer:
             and (found := shadow.extend(group, order.clocks[actor][0], record, self._seq)) is not None
         ):
             operation = found
-            self._taint.step(operation, record.rows if isinstance(record, Kernel) else None)
+            self._taint.step(operation)
             order.advance(actor)
         else:
             operation = self._enter(record, actor, label)
         if actor != stream:
             order.follow(stream, actor)
-        self._live[record.op] = (operation,)
+        self._live[record.op] = operation
         self._meter.on_operation(stream, operation, record)
 
     def _on_host_access(self, record: HostAccess) -> None:
@@ -279,7 +279,7 @@ class Analyzer:
     def _on_relocate(self, record: Relocate) -> None:
         stream = self._order.issue(record.stream, record.thread)
         label = Label("relocate", record.site, record.stream, 0, record.thread)
-        self._live[record.op] = (self._enter(record, stream, label),)
+        self._live[record.op] = self._enter(record, stream, label)
         for access in record.accesses:
             if access.mode is Mode.READ:
                 self._shadow.note_move(access, self._seq)
@@ -299,7 +299,7 @@ class Analyzer:
         if record.nodes:
             self._replay = _Replay(record, stream, label)
             return
-        self._live[record.op] = (self._enter(record, stream, label),)
+        self._live[record.op] = self._enter(record, stream, label)
         self._graphs[record.graph] = order.note(stream, self._seq)
 
     def _on_graph_node(self, record: GraphNode) -> None:
@@ -316,7 +316,7 @@ class Analyzer:
             order.record(record.event, actor, self._seq)
         else:
             operation = self._enter(record, actor, replay.label, op=replay.record.op)
-            self._live[replay.record.op] = (*self._live.get(replay.record.op, ()), operation)
+            self._verdicts.await_entry(operation)
         replay.seen.append(record.index)
         if len(replay.seen) == replay.record.nodes:
             self._close_replay()
@@ -380,7 +380,7 @@ class Analyzer:
             actor, self._order.clock(actor), record, record.op if op is None else op, self._seq, label, self._sums
         )
         group = operation.group
-        self._taint.step(operation, record.rows if isinstance(record, Kernel) else None)
+        self._taint.step(operation)
         if self._foreign.memory:
             self.totals.shared += self._foreign.touched(record.accesses)
         if group.owned_at != self._ownership.changes:

@@ -292,9 +292,10 @@ class Order:
         self._merge(actor, self.clocks[other], GUARANTEED)
 
     def tell(self, thread: Actor, ledger: Actor) -> int:
-        """The next step of ``ledger``, which follows nobody and which ``thread`` follows at once; returns its epoch."""
-        epoch = self.advance(ledger)
-        for clock in self.clocks[thread]:
+        """``thread`` follows the next step of its ``ledger``, which follows nobody; returns that step's epoch."""
+        levels = self.clocks[thread]
+        epoch = levels[0][ledger] + 1
+        for clock in levels:
             clock[ledger] = epoch
         self._changed(thread)
         return epoch

@@ -90,6 +90,7 @@ class Operation(Struct, eq=False):
         issued_ns: Host clock at the call.
         label: What it is.
         group: Group it belongs to.
+        rows: As in ``Kernel``.
         unordered: Earlier operations that conflict and are not proven ordered.
         start_ns, end_ns, error_ns: Device times once known, else ``None``.
     """
@@ -101,6 +102,7 @@ class Operation(Struct, eq=False):
     issued_ns: int
     label: Label
     group: Group
+    rows: PageIds | None = None
     unordered: tuple[OpId, ...] = ()
     start_ns: int | None = None
     end_ns: int | None = None
@@ -149,10 +151,21 @@ class Group(Struct, eq=False):
         first = bisect_right(self.epochs, after) if after else 0
         if first < len(members) and members[first].layers[0] >= high:
             return _NOBODY  # a layer that the waiter does not need yet, and so are those behind
-        last = first = bisect_right(members, low, first, key=_top)
+        first += self._above(low, first)
+        last = first
         while last < len(members) and members[last].layers[0] < high:
             last += 1
         return members[first:last]
+
+    def _above(self, layer: int, start: int) -> int:
+        """How many members from ``start`` on end at or below ``layer``; at once if each has one layer."""
+        members = self.members
+        guess = layer - members[0].layers[0]
+        if start <= guess < len(members):
+            low, high = members[guess].layers
+            if low <= layer < high:
+                return guess - start
+        return bisect_right(members, layer, start, key=_top) - start
 
 
 class Overlap(Struct, frozen=True, eq=False):
@@ -309,6 +322,8 @@ class Shadow:
         group.last = epoch = clock[actor] + 1
         group.top = layers[1]
         operation = Operation(op, epoch, seq, layers, record.host_ns, label, group)
+        if isinstance(record, Kernel):
+            operation.rows = record.rows
         conflicts = self._conflicts(group, layers, candidates) if candidates else _NO_CONFLICTS
         group.members.append(operation)
         group.epochs.append(epoch)
@@ -329,6 +344,8 @@ class Shadow:
         group.last = epoch = clock[group.actor] + 1
         group.top = layers[1]
         operation = Operation(record.op, epoch, seq, layers, record.host_ns, group.label, group)
+        if isinstance(record, Kernel):
+            operation.rows = record.rows
         group.members.append(operation)
         group.epochs.append(epoch)
         return operation

@@ -63,7 +63,7 @@ class Verdicts:
         self._shadow = shadow
         self._hazards = hazards
         self._taint = taint
-        self.live: dict[OpId, tuple[Operation, ...]] = {}
+        self.live: dict[OpId, Operation | tuple[Operation, ...]] = {}
         """Operations whose device times may come; the analyzer adds to it."""
         self._pending: dict[OpId, list[Pair]] = {}
         self._raced: set[tuple[Space, int, int]] = set()
@@ -77,9 +77,15 @@ class Verdicts:
         for pair in self._pending.pop(op, ()):
             self._report(pair, _timing(pair.conflict.earlier, pair.later))
 
+    def await_entry(self, operation: Operation) -> None:
+        """Times may come for an entry of a graph replay, together with those of the entries before it."""
+        live = self.live.get(operation.op, ())
+        self.live[operation.op] = (*(live if isinstance(live, tuple) else (live,)), operation)
+
     def note_times(self, record: Times) -> tuple[Operation, ...]:
         """Note the times of an operation; returns it, or the entries of a graph replay, for ``judge_timed``."""
-        operations = self.live.pop(record.op, ())
+        live = self.live.pop(record.op, ())
+        operations = live if isinstance(live, tuple) else (live,)
         for operation in operations:
             self._shadow.measured.note(operation, record.start_ns, record.end_ns, record.error_ns)
         return operations
