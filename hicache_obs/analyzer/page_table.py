@@ -47,7 +47,11 @@ FRESH_FROM: Final = OWN * Own.FRESH
 FREED_FROM: Final = OWN * Own.FREED
 _AFTER_WRITE: Final = bytes((state - OWN if state // OWN == Own.FRESH else state) | WROTE for state in range(256))
 """By state: the state once the page is written."""
-_UNIFORM: Final = tuple(bytes([state]) * 4096 for state in range(OWN * len(Own)))
+_UNOWNED: Final = bytes(range(OWN))
+_NOT_FRESH: Final = bytes(range(FRESH_FROM))
+_NOT_FREE: Final = bytes(range(FREED_FROM))
+_UNWRITTEN: Final = bytes(range(0, OWN * len(Own), 2))
+_UNIFORM: Final = tuple(bytes([state]) * _LONG for state in range(OWN * len(Own)))
 """By state: pages that all have it. Most often all pages of an operation do."""
 
 
@@ -131,16 +135,10 @@ class PageTable:
             How many of them have a known owner; whether any of them is free; whether any was never written before.
         """
         state = self.state[place]
-        cells = state.tobytes()
-        first = cells[0]
-        if cells == _UNIFORM[first][: len(cells)]:
-            after = _AFTER_WRITE[first]
-            if after != first:
-                self.state[place] = after
-            return len(cells) if first >= OWN else 0, first >= FREED_FROM, not first & WROTE
-        written = np.count_nonzero(state & WROTE) == len(state)
-        self.state[place] = np.frombuffer(cells.translate(_AFTER_WRITE), np.uint8)  # ``state`` may be a view
-        return int(np.count_nonzero(state >= OWN)), state.item(state.argmax()) >= FREED_FROM, not written
+        owned, worst, written = _summary(state)
+        if worst >= FRESH_FROM or written < len(state):
+            self.state[place] = np.frombuffer(state.tobytes().translate(_AFTER_WRITE), np.uint8)
+        return owned, worst >= FREED_FROM, written < len(state)
 
     def look(self, place: PageIds | slice) -> tuple[int, bool, int]:
         """Pages are read.
@@ -149,16 +147,8 @@ class PageTable:
             How many of them have a known owner; whether any is free, or not written for its owner; how many were ever
             written.
         """
-        state = self.state[place]
-        cells = state.tobytes()
-        first = cells[0]
-        if cells == _UNIFORM[first][: len(cells)]:
-            return len(cells) if first >= OWN else 0, first >= FRESH_FROM, len(cells) if first & WROTE else 0
-        return (
-            int(np.count_nonzero(state >= OWN)),
-            state.item(state.argmax()) >= FRESH_FROM,
-            int(np.count_nonzero(state & WROTE)),
-        )
+        owned, worst, written = _summary(self.state[place])
+        return owned, worst >= FRESH_FROM, written
 
     def rebase(self, by: int) -> None:
         """Take ``by`` off all numbers; what would be below 1 becomes 1, and none stays none."""
@@ -182,6 +172,24 @@ class PageTable:
         if len(self.moved):
             self.moved = np.concatenate([self.moved, np.zeros(more, np.int64)])
         self._view()
+
+
+def _summary(state: States) -> tuple[int, int, int]:
+    """Of pages: how many have a known owner, the least state of the worst owner, and how many were ever written."""
+    count = len(state)
+    if count > _LONG:
+        first, top = state.item(state.argmin()), state.item(state.argmax())
+        if first != top:
+            return int(np.count_nonzero(state >= OWN)), top & ~(OWN - 1), int(np.count_nonzero(state & WROTE))
+    else:  # numpy's functions take longer for so few
+        cells = state.tobytes()
+        first = cells[0]
+        if cells != _UNIFORM[first][:count]:
+            worst = FREED_FROM if cells.translate(None, _NOT_FREE) else FRESH_FROM
+            if worst == FRESH_FROM and not cells.translate(None, _NOT_FRESH):
+                worst = OWN * Own.HELD
+            return len(cells.translate(None, _UNOWNED)), worst, len(cells.translate(None, _UNWRITTEN))
+    return count if first >= OWN else 0, first & ~(OWN - 1), count if first & WROTE else 0
 
 
 def _consecutive(ids: PageIds) -> bool:
