@@ -143,6 +143,7 @@ class Analyzer:
         self._blocks = Blocks(self._order)
         self._ios: dict[int, int] = {}
         self._ended: dict[int, Snapshot] = {}
+        self._ends_forgotten = False
         self._io_slots: list[int] = []
         self._labels: dict[Actor, Label] = {}
         """What each stream ran last: the layers of a round and of a transfer share one label."""
@@ -223,7 +224,7 @@ class Analyzer:
 
     def _prune(self) -> None:
         floor = self._order.floor()
-        self._order.prune(floor)
+        self._order.prune()
         self._shadow.prune(floor)
         self._verdicts.bound()
         self._meter.bound()
@@ -352,8 +353,11 @@ class Analyzer:
             self._ended[record.io] = order.note(order.io(slot), self._seq)
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
+                self._ends_forgotten = True
         elif record.io in self._ended:  # another thread learns of the same end
             order.join(thread, self._ended[record.io])
+        elif self._ends_forgotten:
+            order.suspect(thread, map(order.io, self._io_slots))
 
     def _enter(
         self,
