@@ -33,12 +33,14 @@ import numpy.typing as npt
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Order
+from hicache_obs.analyzer.page_table import Room
 from hicache_obs.analyzer.shadow import Operation, Shadow
 from hicache_obs.findings import Cause, Proof
 from hicache_obs.records import Access, Mode, OpId, PageAlloc, PageFree, PageIds, Space, ThreadId
 
 MAX_CHANGES: Final = 1 << 16
 """Allocator calls that a page can be traced back to; a page of an older one is not judged."""
+_ENTRY_BYTES: Final = 17
 _UNKNOWN, _SPENT, _HELD, _FRESH, _FREED = range(5)
 """States of a page; spent: freed, and a use of it reported. Up to held, no access is suspicious."""
 _AFTER: Final = (Proof.ORDERED, Proof.POLLED)
@@ -95,15 +97,16 @@ class Misuse:
 class _Cells:
     """State, last change and last owner of each page of a pool; the last entry stays unknown, ids beyond clip to it."""
 
-    def __init__(self) -> None:
-        self.state: npt.NDArray[np.uint8] = np.zeros(1024, np.uint8)
-        self.change: npt.NDArray[np.int64] = np.zeros(1024, np.int64)
-        self.owner: npt.NDArray[np.int64] = np.full(1024, _SINGLE, np.int64)
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.state: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.change: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self.owner: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
     def reach(self, ids: PageIds) -> None:
         size = ids.item(ids.argmax()) + 2
         if size > len(self.state):
-            more = max(size, 2 * len(self.state)) - len(self.state)
+            more = self.room.grow(len(self.state), size, _ENTRY_BYTES) - len(self.state)
             self.state = np.concatenate([self.state, np.zeros(more, np.uint8)])
             self.change = np.concatenate([self.change, np.zeros(more, np.int64)])
             self.owner = np.concatenate([self.owner, np.full(more, _SINGLE, np.int64)])
@@ -219,7 +222,7 @@ class Ownership:
         pools = self._pools[access.space]
         cells = pools.get(access.pool)
         if cells is None:
-            cells = pools[access.pool] = _Cells()
+            cells = pools[access.pool] = _Cells(self._shadow.room)
         cells.reach(access.ids)
         cells.change[access.ids] = self.changes
         return cells

@@ -16,10 +16,44 @@ from hicache_obs.records import MAX_IDS, PageIds
 
 _LONG: Final = 1024
 """From this many ids on, looking whether they are consecutive pays."""
+_ENTRY_BYTES: Final = 33
+MAX_TABLE_BYTES: Final = 3 << 29
+"""What the page tables of one trace may take, all spaces and pools together."""
+
+
+class Room:
+    """What page tables have left of ``MAX_TABLE_BYTES``."""
+
+    def __init__(self) -> None:
+        self._left_bytes = MAX_TABLE_BYTES
+
+    def grow(self, length: int, least: int, entry_bytes: int) -> int:
+        """The new length of a table: a quarter more, where there is room for that.
+
+        Args:
+            length: Entries that it has.
+            least: Entries that it needs.
+            entry_bytes: Size of one.
+
+        Raises:
+            TraceError: There is no room for ``least``.
+        """
+        for size in (max(1024, least, length + length // 4), least):
+            more_bytes = (size - length) * entry_bytes
+            if more_bytes <= self._left_bytes:
+                self._left_bytes -= more_bytes
+                return size
+        raise TraceError(
+            f"page or buffer id {least - 1}: tables up to it and those of other pools together would take more than "
+            f"{MAX_TABLE_BYTES >> 20} MiB"
+        )
 
 
 class PageTable:
     """Last group per page of one space and pool; grows to the largest id seen.
+
+    Args:
+        room: For this and other tables.
 
     Attributes:
         wrote, touched: Number of the last group, 0 for none.
@@ -28,9 +62,10 @@ class PageTable:
         newest: Number of each actor's last group here.
     """
 
-    __slots__ = ("freed", "moved", "newest", "scratch", "touched", "wrote")
+    __slots__ = ("freed", "moved", "newest", "room", "scratch", "touched", "wrote")
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room) -> None:
+        self.room = room
         self.wrote = self.touched = self.freed = self.moved = np.zeros(0, np.int64)
         self.scratch = np.zeros(0, np.bool_)
         self.newest: dict[Actor, int] = {}
@@ -39,7 +74,7 @@ class PageTable:
         """What to index the arrays with for ``ids``, which are not none; makes room for them.
 
         Raises:
-            TraceError: An id is negative or too large.
+            TraceError: An id is negative or too large, or there is no room.
         """
         first = ids.item(0)
         count = len(ids)
@@ -57,7 +92,7 @@ class PageTable:
     def _grow(self, low: int, high: int) -> None:
         if high >= MAX_IDS or low < 0:
             raise TraceError(f"page or buffer ids {low} to {high}; expected 0 to {MAX_IDS - 1}")
-        size = max(1024, high + 1, 2 * len(self.wrote))
+        size = self.room.grow(len(self.wrote), high + 1, _ENTRY_BYTES)
         for name in ("wrote", "touched", "scratch", "freed", "moved"):
             old = getattr(self, name)
             new = np.zeros(size, old.dtype)

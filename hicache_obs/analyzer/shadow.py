@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Clock
-from hicache_obs.analyzer.page_table import PageTable
+from hicache_obs.analyzer.page_table import PageTable, Room
 from hicache_obs.records import Access, Mode, OpId, PageIds, Space, StreamId, ThreadId
 
 MAX_GROUPS: Final = 8192
@@ -221,6 +221,8 @@ class Shadow:
     """Who touched which page last, and who may still be touching it. Feed in trace order; not thread-safe."""
 
     def __init__(self) -> None:
+        self.room = Room()
+        """For page tables, those of others too."""
         self._cells: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
         """By space and pool."""
         self._history: dict[Actor, list[Group]] = {}
@@ -354,7 +356,7 @@ class Shadow:
         pools = self._cells[access.space]
         cells = pools.get(access.pool)
         if cells is None:
-            cells = pools[access.pool] = PageTable()
+            cells = pools[access.pool] = PageTable(self.room)
         return cells
 
     def _new_group(self, actor: Actor, accesses: tuple[Access, ...]) -> Group:
