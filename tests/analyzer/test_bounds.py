@@ -168,7 +168,7 @@ def test_a_forgotten_event_that_was_observed_is_no_loss(monkeypatch: pytest.Monk
 
 
 def test_a_forgotten_event_that_a_new_thread_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All threads knew it to be complete, but for one that appears later: what that one does is doubtful, not racing."""
+    """All threads knew it to be complete; what one does that appears later is doubtful, and no race."""
     monkeypatch.setattr(order, "MAX_EVENTS", 16)
     begin = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A), EventSync(OpId(2), MAIN, 0, EventId(1))]
     noise = [
