@@ -274,22 +274,25 @@ class Analyzer:
                 self._shadow.note_move(access, self._seq)
 
     def _on_graph_replay(self, record: GraphReplay) -> None:
-        """A replay follows its stream and earlier replays of the graph; host-side waits around it do not replay."""
         self._close_replay()
-        order = self._order
-        stream = order.issue(record.stream, record.thread)
-        earlier = self._graphs.get(record.graph)
-        if earlier is not None:
-            order.join(stream, earlier)
-        elif self._graphs_forgotten:
-            order.suspect(stream)
-        self._graphs.pop(record.graph, None)  # so that the table stays in order of replays
+        stream = self._launch(record)
         label = Label("graph", record.site, record.stream, record.group, record.thread)
         if record.nodes:
             self._replay = _Replay(record, stream, label)
             return
         self._live[record.op] = (self._enter(record, stream, label),)
-        self._graphs[record.graph] = order.note(stream, self._seq)
+        self._graphs[record.graph] = self._order.note(stream, self._seq)
+
+    def _launch(self, record: GraphReplay) -> Actor:
+        """A replay follows its stream and earlier replays of the graph; host-side waits around it do not replay."""
+        order = self._order
+        stream = order.issue(record.stream, record.thread)
+        earlier = self._graphs.pop(record.graph, None)  # noted again behind all others: the table is in order of replays
+        if earlier is not None:
+            order.join(stream, earlier)
+        elif self._graphs_forgotten:
+            order.suspect(stream)
+        return stream
 
     def _on_graph_node(self, record: GraphNode) -> None:
         """One entry: follows the launch and its predecessors in the graph, and nothing else."""

@@ -23,7 +23,7 @@ from hicache_obs.records import (
 from hicache_obs.testing import RecordingSink, misuses, races
 from hicache_obs.testing.programs import BLOCKS, EVENTS, GRAPHS, THREADS, random_program
 
-PROGRAMS = int(os.environ.get("HICACHE_OBS_FUZZ", "2000")) // 4
+PROGRAMS = max(400, int(os.environ.get("HICACHE_OBS_FUZZ", "2000")) // 4)
 PARTS = 4
 
 
