@@ -287,7 +287,9 @@ class Analyzer:
         """A replay follows its stream and earlier replays of the graph; host-side waits around it do not replay."""
         order = self._order
         stream = order.issue(record.stream, record.thread)
-        earlier = self._graphs.pop(record.graph, None)  # noted again behind all others: the table is in order of replays
+        earlier = self._graphs.pop(
+            record.graph, None
+        )  # noted again behind all others: the table is in order of replays
         if earlier is not None:
             order.join(stream, earlier)
         elif self._graphs_forgotten:

@@ -9,7 +9,7 @@ of the page's last allocation, and an operation meets only marks of the owner it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -236,14 +236,18 @@ class Spread:
         other._discarded = discarded
         return other
 
-    def settle(self, seq: int) -> None:
-        """Allocations before ``seq`` are behind: what they ended is clean, and what is left has no stamp."""
+    def settle(self, seq: int, rounds: Collection[int] = ()) -> None:
+        """Allocations before ``seq`` are behind: what they ended is clean, and what is left has no stamp.
+
+        ``rounds`` may have segments still to come.
+        """
         for pool, cells in self._cells.items():
             places = np.flatnonzero(cells.marks)
             over = places[self._owners.before(pool, cells.ids[places], seq) != cells.owners[places]]
             cells.marks[over] = 0
             cells.owners[:] = -1
-        self.reached.rows.clear()
+        rows = self.reached.rows
+        self.reached.rows = {key: sources for key, sources in rows.items() if key[0] in rounds}
         self._rows.clear()
         old, self._table = self._table, _Table()
         for cells in self._cells.values():
@@ -260,6 +264,11 @@ class Spread:
         """Sources that some page holds now."""
         marks = (mark for cells in self._cells.values() for mark in distinct(cells.marks))
         return union(bits for mark in marks for _, bits in self._table.values[mark])
+
+    def held(self, pool: Pool, pages: PageIds) -> int:
+        """Sources that some of these pages ever held."""
+        cells = self._cells.get(pool) or _Cells()
+        return union(bits for mark in distinct(cells.ever[cells.places(pages)]) for _, bits in self._table.values[mark])
 
     def ever(self, source: int) -> list[tuple[Space, int, int]]:
         """Space, pool and number of each page that ever held contents wrong because of ``source``; ascending."""

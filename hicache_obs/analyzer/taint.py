@@ -185,12 +185,14 @@ class Taint:
         known = {step[0] for step in steps}
         reads: dict[Operation, list[Wrong]] = {}
         after: dict[Operation, list[Wrong]] = {}
+        crossing: list[Overlap] = []
         for race in races:
             timing = timing_of(race.first, race.second)
             if timing is Timing.KEPT:
                 continue
             if race.first not in known or race.second not in known:
                 spread.reached.cut |= race.source
+                crossing += race.overlaps
             for overlap in race.overlaps:
                 if timing is Timing.BROKEN and timed:
                     self._reversed(race, overlap, owners, reads, after)
@@ -203,6 +205,8 @@ class Taint:
             spread.run(operation, rows, reads.get(operation, ()))
             for wrong in after.get(operation, ()):
                 spread.taint(wrong)
+        for overlap in crossing:  # one of the two was played too early or too late for what else these pages held
+            spread.reached.cut |= spread.held((overlap.space, overlap.pool), overlap.pages)
         return spread
 
     def _reversed(
@@ -251,7 +255,7 @@ class Taint:
         races = [race for race in self._races if race.second.seq <= old[-1][0].seq]
         if races or not self._past.empty:
             self._past = self._play(self._past, old, races).fork(Owners(self._allocations), {})
-            self._past.settle(old[-1][0].seq)
+            self._past.settle(old[-1][0].seq, {step[0].label.number for step in self._steps[end - 1 :]})
             if not clean:
                 self._past.reached.vague |= self._past.sources()
         self._past_end = old[-1][0].seq

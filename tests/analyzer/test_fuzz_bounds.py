@@ -1,4 +1,4 @@
-"""Random traces with tables of few entries: enough of them change nothing, too few make verdicts doubtful, never false."""
+"""Random traces and tables of few entries: enough of them change nothing, too few make verdicts doubtful, not false."""
 
 from __future__ import annotations
 
