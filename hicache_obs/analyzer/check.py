@@ -146,6 +146,7 @@ class Analyzer:
         self._blocks = Blocks(self._order)
         self._ios: dict[int, int] = {}
         self._ended: dict[int, Snapshot] = {}
+        self._ends_forgotten = False
         self._io_slots: list[int] = []
         self._sums: defaultdict[str, list[int]] = defaultdict(lambda: [0] * _SUMS)
         """By role, what was looked up and the sink has not heard of yet."""
@@ -224,7 +225,7 @@ class Analyzer:
 
     def _prune(self) -> None:
         floor = self._order.floor()
-        self._order.prune(floor)
+        self._order.prune()
         self._shadow.prune(floor)
         self._verdicts.bound()
         self._meter.bound()
@@ -285,16 +286,8 @@ class Analyzer:
                 self._shadow.note_move(access, self._seq)
 
     def _on_graph_replay(self, record: GraphReplay) -> None:
-        """A replay follows its stream and earlier replays of the graph; host-side waits around it do not replay."""
         self._close_replay()
-        order = self._order
-        stream = order.issue(record.stream, record.thread)
-        earlier = self._graphs.get(record.graph)
-        if earlier is not None:
-            order.join(stream, earlier)
-        elif self._graphs_forgotten:
-            order.suspect(stream)
-        self._graphs.pop(record.graph, None)  # so that the table stays in order of replays
+        stream = self._launch(record)
         label = Label("graph", record.site, record.stream, record.group, record.thread)
         if record.nodes:
             self._replay = _Replay(record, stream, label)
@@ -364,8 +357,11 @@ class Analyzer:
             self._ended[record.io] = order.note(order.io(slot), self._seq)
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
+                self._ends_forgotten = True
         elif record.io in self._ended:  # another thread learns of the same end
             order.join(thread, self._ended[record.io])
+        elif self._ends_forgotten:
+            order.suspect(thread, map(order.io, self._io_slots))
 
     def _enter(
         self,

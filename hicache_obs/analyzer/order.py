@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from itertools import islice
+from operator import ge
 from typing import Final
 
 from hicache_obs._struct import Struct
@@ -110,8 +111,8 @@ class Order:
         self._events: dict[EventId, Snapshot] = {}
         self._old_events: tuple[EventId, EventId] | None = None
         """Lowest and highest id of the events that were dropped."""
-        self._stray = Snapshot([[]], -1, 0, sys.maxsize)
-        """Sum of those of them that some thread did not know to be complete; empty, and no edge, without any."""
+        self._stray = Snapshot([[]], -1, 0, DOUBTFUL_SEQ)
+        """Sum of those events; nobody can tell which of them a wait is for."""
         self._depth = 1
         self._lost_at = -1
         self._doubt_at = -1
@@ -320,6 +321,8 @@ class Order:
             return
         level = POLLED if polled else GUARANTEED
         if snapshot.seq < self._lost_at:
+            if self._knows(actor, snapshot):
+                return
             level = DOUBTFUL
         self._deepen(level + 1)
         self._merge(actor, snapshot.levels, level)
@@ -348,20 +351,18 @@ class Order:
             return [0] * len(self.clocks)
         return [min(column) for column in zip(*threads, strict=True)]
 
-    def prune(self, floor: Clock) -> None:
+    def prune(self) -> None:
         """Drop the events beyond ``MAX_EVENTS`` that were recorded longest ago."""
         excess = len(self._events) - MAX_EVENTS
         if excess <= 0:
             return
         low, high = self._old_events or (sys.maxsize, -sys.maxsize)
+        (clock,) = self._stray.levels
         for event in list(islice(self._events, excess)):
             snapshot = self._events.pop(event)
             low, high = min(low, event), max(high, event)
-            if snapshot.epoch > floor[snapshot.actor]:
-                self._stray.seq = DOUBTFUL_SEQ
-                clock = self._stray.levels[0]
-                _join(clock, snapshot.levels[0])
-                clock[snapshot.actor] = max(clock[snapshot.actor], snapshot.epoch)
+            _join(clock, snapshot.levels[-1])
+            clock[snapshot.actor] = max(clock[snapshot.actor], snapshot.epoch)
         self._old_events = EventId(low), EventId(high)
 
     def _base(self, actor: Actor) -> list[Clock]:

@@ -58,6 +58,9 @@ _UNIFORM: Final = tuple(bytes([state]) * _LONG for state in range(OWN * len(Own)
 class PageTable:
     """Last group and last allocator calls per page of one space and pool, and its owner; grows to the largest id seen.
 
+    Args:
+        room: For this and other tables.
+
     Attributes:
         touched, wrote: Number of the last group, 0 for none.
         given, freed: Number of the last allocator call.
@@ -86,7 +89,7 @@ class PageTable:
         """What to index the arrays with for ``ids``, which are not none; makes room for them.
 
         Raises:
-            TraceError: An id is negative or too large.
+            TraceError: An id is negative or too large, or there is no room.
         """
         if ids is self._ids:
             return self._place

@@ -184,12 +184,14 @@ class Taint:
         known = set(steps)
         reads: dict[Operation, list[Wrong]] = {}
         after: dict[Operation, list[Wrong]] = {}
+        crossing: list[Overlap] = []
         for race in races:
             timing = timing_of(race.first, race.second)
             if timing is Timing.KEPT:
                 continue
             if race.first not in known or race.second not in known:
                 spread.reached.cut |= race.source
+                crossing += race.overlaps
             for overlap in race.overlaps:
                 if timing is Timing.BROKEN and timed:
                     self._reversed(race, overlap, owners, reads, after)
@@ -202,6 +204,8 @@ class Taint:
             spread.run(operation, reads.get(operation, ()))
             for wrong in after.get(operation, ()):
                 spread.taint(wrong)
+        for overlap in crossing:  # one of the two was played too early or too late for what else these pages held
+            spread.reached.cut |= spread.held((overlap.space, overlap.pool), overlap.pages)
         return spread
 
     def _reversed(

@@ -12,10 +12,14 @@ from hicache_obs.findings import Proof, Verdict
 from hicache_obs.records import (
     AnyRecord,
     EventId,
+    EventQuery,
     EventRecord,
     EventSync,
     EventWait,
     GraphReplay,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Mode,
     OpId,
@@ -141,7 +145,7 @@ def test_the_newest_group_is_kept_whatever_its_size(
     assert [finding.verdict for finding in sink.findings] == verdicts
 
 
-def _many_events(first_op: int, count: int, thread: ThreadId = MAIN) -> list[AnyRecord]:
+def _many_events(first_op: int, count: int, thread: ThreadId = MAIN) -> list[EventRecord]:
     return [EventRecord(OpId(first_op + n), thread, 0, EventId(100 + n), StreamId(3)) for n in range(count)]
 
 
@@ -163,6 +167,73 @@ def test_a_forgotten_event_that_was_observed_is_no_loss(monkeypatch: pytest.Monk
     begin = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A), EventSync(OpId(2), MAIN, 0, EventId(1))]
     end = [EventWait(OpId(9000), MAIN, 0, EventId(1), B), _write(9001, B)]
     assert _proofs([*begin, *_many_events(3, 2 * check.PRUNE_EVERY), *end]) == []
+
+
+def test_a_forgotten_event_that_a_new_thread_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads knew it to be complete; what one does that appears later is doubtful, and no race."""
+    monkeypatch.setattr(order, "MAX_EVENTS", 16)
+    begin = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A), EventSync(OpId(2), MAIN, 0, EventId(1))]
+    noise = [
+        record
+        for event in _many_events(3, check.PRUNE_EVERY)
+        for record in (event, EventSync(OpId(3000), MAIN, 0, event.event))
+    ]
+    wait, end = EventWait(OpId(9000), HELPER, 0, EventId(1), B), _write(9001, B, HELPER)
+    assert _proofs([*begin, wait, end]) == []
+    assert _proofs([*begin, *noise, wait, end]) == [Proof.UNKNOWN]
+    assert _proofs([*begin, *noise, end]) == [Proof.NONE]
+    told = [ThreadPost(OpId(8000), MAIN, 0, 5), ThreadRecv(OpId(8001), HELPER, 0, 5)]
+    assert _proofs([*begin, *noise, *told, wait, end]) == []
+    sync = EventSync(OpId(9000), HELPER, 0, EventId(1))
+    assert _proofs([*begin, *noise, sync, end]) == [Proof.UNKNOWN]
+
+
+def test_a_forgotten_event_of_a_stream_that_followed_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its stream followed only weakly is part of what a wait for it may order."""
+    monkeypatch.setattr(order, "MAX_EVENTS", 16)
+    begin = [
+        _write(0, A),
+        EventRecord(OpId(1), MAIN, 0, EventId(1), A),
+        EventQuery(OpId(2), MAIN, 0, EventId(1), True),
+        EventRecord(OpId(3), MAIN, 0, EventId(2), StreamId(4)),
+        EventRecord(OpId(4), ThreadId(2), 0, EventId(1), StreamId(3)),
+    ]
+    noise = _many_events(5, 2 * check.PRUNE_EVERY, ThreadId(2))
+    wait, end = EventWait(OpId(9000), HELPER, 0, EventId(2), B), _write(9001, B, HELPER)
+    assert _proofs([*begin, wait, end]) == []
+    assert _proofs([*begin, *noise, wait, end]) == [Proof.UNKNOWN]
+    assert _proofs([*begin, *noise, end]) == [Proof.NONE]
+
+
+def test_a_wait_that_teaches_nothing_leaves_later_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten event of which the waiter knows all makes nothing doubtful: not what came before, nor after it."""
+    monkeypatch.setattr(order, "MAX_EVENTS", 16)
+    begin = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A), EventSync(OpId(2), MAIN, 0, EventId(1))]
+    noise = _many_events(3, 2 * check.PRUNE_EVERY)
+    sync = EventSync(OpId(8000), MAIN, 0, EventId(100 + 2 * check.PRUNE_EVERY - 1))
+    wait = EventWait(OpId(8001), MAIN, 0, EventId(1), B)
+    analyzer = Analyzer(RecordingSink())
+    analyzer.feed([*begin, *noise, sync, wait])
+    assert analyzer._order._depth == 1
+    assert _proofs([*begin, *noise, sync, wait, _write(8002, A), _write(8003, B)]) == [Proof.NONE]
+
+
+def test_the_end_of_a_forgotten_transfer_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread that learns of an end long past follows some transfer, nobody knows which."""
+    monkeypatch.setattr(check, "MAX_ENDED", 4)
+
+    def transfers(others: int) -> list[AnyRecord]:
+        found: list[AnyRecord] = []
+        for io in range(others + 1):
+            accesses = (device(Mode.WRITE, PAGE),) if io == 0 else ()
+            found.append(IoBegin(OpId(2 * io), MAIN, 0, io, IoKind.STORAGE_READ, 0, (0, 1), accesses))
+            found.append(IoEnd(OpId(2 * io + 1), MAIN, 0, io))
+        return found
+
+    learns, end = IoEnd(OpId(9000), HELPER, 0, 0), _write(9001, B, HELPER)
+    assert _proofs([*transfers(3), learns, end]) == []
+    assert _proofs([*transfers(4), learns, end]) == [Proof.UNKNOWN]
+    assert _proofs([*transfers(4), end]) == [Proof.NONE]
 
 
 def test_a_forgotten_post_orders_nothing_for_sure(monkeypatch: pytest.MonkeyPatch) -> None:
