@@ -137,7 +137,7 @@ class Analyzer:
         self._verdicts = Verdicts(sink, self._names, self._shadow, self._hazards, self._taint)
         self._live = self._verdicts.live
         self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
-        self._meter = FenceMeter(sink, self._shadow.measured, self._hazards.between)
+        self._meter = FenceMeter(sink, self._shadow, self._hazards.between)
         self._graphs: dict[int, Snapshot] = {}
         """By graph, its newest replay; ``_graphs_forgotten``: older graphs were dropped."""
         self._graphs_forgotten = False
@@ -293,7 +293,18 @@ class Analyzer:
             self._replay = _Replay(record, stream, label)
             return
         self._live[record.op] = self._enter(record, stream, label)
-        self._graphs[record.graph] = order.note(stream, self._seq)
+        self._graphs[record.graph] = self._order.note(stream, self._seq)
+
+    def _launch(self, record: GraphReplay) -> Actor:
+        """A replay follows its stream and earlier replays of the graph; host-side waits around it do not replay."""
+        order = self._order
+        stream = order.issue(record.stream, record.thread)
+        earlier = self._graphs.pop(record.graph, None)  # noted again behind all others: in order of replays
+        if earlier is not None:
+            order.join(stream, earlier)
+        elif self._graphs_forgotten:
+            order.suspect(stream)
+        return stream
 
     def _on_graph_node(self, record: GraphNode) -> None:
         """One entry: follows the launch and its predecessors in the graph, and nothing else."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Snapshot
-from hicache_obs.analyzer.shadow import Measured, Operation
+from hicache_obs.analyzer.shadow import Group, Operation, Shadow
 from hicache_obs.costs import AnalysisSink, FenceCost, PendingTransfers, TransferCost, TransferKind
 from hicache_obs.findings import Hazard
 from hicache_obs.records import (
@@ -94,7 +94,7 @@ class FenceMeter:
 
     Args:
         sink: Receives the costs.
-        measured: Groups whose times are known.
+        shadow: Knows the groups whose times are known.
         hazard: ``hazard(earlier, later)``: what a fence between the two prevents, ``None`` if nothing.
 
     Attributes:
@@ -102,10 +102,10 @@ class FenceMeter:
     """
 
     def __init__(
-        self, sink: AnalysisSink, measured: Measured, hazard: Callable[[Operation, Operation], Hazard | None]
+        self, sink: AnalysisSink, shadow: Shadow, hazard: Callable[[Operation, Operation], Hazard | None]
     ) -> None:
         self._sink = sink
-        self._measured = measured
+        self._shadow = shadow
         self._hazard = hazard
         self.last: dict[Actor, OpId] = {}
         self._ends: dict[OpId, int] = {}
@@ -247,8 +247,11 @@ class FenceMeter:
         What ended before ``after_ns`` needed no fence, and counts as nothing.
         """
         end, hazard = after_ns, None
-        for group in self._measured.after(after_ns, first.group.actor):
-            for earlier in reversed(group.members):
+        shadow = self._shadow
+        for group in sorted(shadow.measured.after(after_ns, first.group.actor), key=_number):
+            if not shadow.was_last(first.group, group):
+                continue
+            for earlier in group.members:
                 if earlier.seq < first.seq and (earlier.end_ns or 0) > end:
                     found = self._hazard(earlier, first)
                     if found is not None:
@@ -267,3 +270,7 @@ class FenceMeter:
         if wait.end_ns is None or wait.start_ns is None:
             return 0
         return wait.end_ns if wait.end_ns > wait.start_ns else 0
+
+
+def _number(group: Group) -> int:
+    return group.number

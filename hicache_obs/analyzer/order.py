@@ -331,6 +331,12 @@ class Order:
                 clock[snapshot.actor] = snapshot.epoch
                 self._changed(actor)
 
+    def _knows(self, actor: Actor, snapshot: Snapshot) -> bool:
+        """Whether ``actor`` follows all of ``snapshot`` for sure, so that joining it would change nothing."""
+        own = self.clocks[actor][GUARANTEED]
+        complete = snapshot.levels[-1]
+        return own[snapshot.actor] >= snapshot.epoch and all(map(ge, own, complete))
+
     def observe_all(self, thread: Actor) -> None:
         """``thread`` waited until all work queued on every stream was complete."""
         for actor in self._streams.values():

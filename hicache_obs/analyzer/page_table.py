@@ -23,6 +23,9 @@ _LONG: Final = 1024
 """From this many ids on, looking whether they are consecutive pays."""
 _FEW: Final = 8
 """Up to this many ids, going through them one by one is faster than three numpy calls."""
+_ENTRY_BYTES: Final = 18
+MAX_TABLE_BYTES: Final = 1 << 30
+"""What the page tables of one trace may take, all spaces and pools together."""
 States = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int32]
 
@@ -55,8 +58,39 @@ _UNIFORM: Final = tuple(bytes([state]) * _LONG for state in range(OWN * len(Own)
 """By state: pages that all have it. Most often all pages of an operation do."""
 
 
+class Room:
+    """What page tables have left of ``MAX_TABLE_BYTES``."""
+
+    def __init__(self) -> None:
+        self._left_bytes = MAX_TABLE_BYTES
+
+    def grow(self, length: int, least: int, entry_bytes: int) -> int:
+        """The new length of a table: a quarter more, where there is room for that.
+
+        Args:
+            length: Entries that it has.
+            least: Entries that it needs.
+            entry_bytes: Size of one.
+
+        Raises:
+            TraceError: There is no room for ``least``.
+        """
+        for size in (max(1024, least, length + length // 4), least):
+            more_bytes = (size - length) * entry_bytes
+            if more_bytes <= self._left_bytes:
+                self._left_bytes -= more_bytes
+                return size
+        raise TraceError(
+            f"page or buffer id {least - 1}: tables up to it and those of other pools together would take more than "
+            f"{MAX_TABLE_BYTES >> 20} MiB"
+        )
+
+
 class PageTable:
     """Last group and last allocator calls per page of one space and pool, and its owner; grows to the largest id seen.
+
+    Args:
+        room: For this and other tables.
 
     Args:
         room: For this and other tables.
@@ -69,9 +103,8 @@ class PageTable:
         scratch: All false between calls.
     """
 
-    __slots__ = ("_cells", "_ids", "_place", "_rows", "freed", "given", "moved", "scratch", "state", "touched", "wrote")
-
-    def __init__(self) -> None:
+    def __init__(self, room: Room) -> None:
+        self._room = room
         self._rows: Numbers = np.zeros((0, 4), np.int32)
         """What is looked up together lies together: most of the cost of many pages is fetching them from memory."""
         self._cells = bytearray()
@@ -161,6 +194,7 @@ class PageTable:
         """The contents of ``ids`` were moved elsewhere at ``at``, less one."""
         place = self.place(ids)
         if not len(self.moved):
+            self._room.grow(0, len(self._rows), 8)
             self.moved = np.zeros(len(self._rows), np.int64)
         self.moved[place] = at
 
@@ -168,7 +202,7 @@ class PageTable:
         if high >= MAX_IDS or low < 0:
             raise TraceError(f"page or buffer ids {low} to {high}; expected 0 to {MAX_IDS - 1}")
         known = len(self._rows)
-        more = max(1024, high + 1, 2 * known) - known
+        more = self._room.grow(known, high + 1, _ENTRY_BYTES + (8 if len(self.moved) else 0)) - known
         self._rows = np.concatenate([self._rows, np.zeros((more, 4), np.int32)])
         self._cells = self._cells + bytes(more)
         self.scratch = np.zeros(known + more, np.bool_)

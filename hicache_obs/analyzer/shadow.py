@@ -26,7 +26,7 @@ import numpy as np
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Clock
-from hicache_obs.analyzer.page_table import PageTable
+from hicache_obs.analyzer.page_table import PageTable, Room
 from hicache_obs.records import (
     Access,
     GraphNode,
@@ -121,6 +121,7 @@ class Group(Struct, eq=False):
         epochs: Of each member, for bisection.
         last, top: Epoch and end of the layer range of the newest member.
         shared: Page sets shared with another group, by that group's number.
+        latest: By the number of an earlier group, whether it was the last one on a page that both conflict on.
         safe, seen: No group of another actor numbered in ``(safe, seen]`` shares a page with this one.
         owned_at: Number of allocator calls when all pages were last found to be used by their owner.
         suspect: When the group was opened, some page was in no state for what is done to it, as far as could be seen.
@@ -135,6 +136,7 @@ class Group(Struct, eq=False):
     members: list[Operation]
     epochs: list[int]
     shared: dict[int, tuple[Overlap, ...]]
+    latest: dict[int, bool]
     last: int = 0
     top: int = 0
     safe: int = 0
@@ -252,6 +254,7 @@ class Shadow:
     """Who touched which page last, and who may still be touching it. Feed in trace order; not thread-safe."""
 
     def __init__(self) -> None:
+        self._room = Room()
         self._tables: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
         """By space and pool."""
         self._history: dict[Actor, list[Group]] = {}
@@ -309,7 +312,7 @@ class Shadow:
             or not (group.accesses is accesses or _same(group.accesses, accesses))
         ):
             self._numbers += 1
-            group = self.newest[actor] = Group(self._numbers, actor, label, accesses, [], [], {})
+            group = self.newest[actor] = Group(self._numbers, actor, label, accesses, [], [], {}, {})
             history = self._history.get(actor)
             if history is None:
                 self._history[actor] = [group]
@@ -374,8 +377,23 @@ class Shadow:
         pools = self._tables[access.space]
         table = pools.get(access.pool)
         if table is None:
-            table = pools[access.pool] = PageTable()
+            table = pools[access.pool] = PageTable(self._room)
         return table
+
+    def was_last(self, group: Group, earlier: Group) -> bool:
+        """Whether ``earlier`` was the last to write, or for a write the last to touch, some page of ``group`` when that
+        was opened; as far as the groups in between are kept."""
+        if earlier.number >= group.number:
+            return False
+        latest = group.latest.get(earlier.number)
+        if latest is None:
+            since = [access for other in self._kept_between(earlier, group) for access in other.accesses]
+            latest = any(len(_left(overlap, since)) for overlap in self.shared(group, earlier))
+            group.latest[earlier.number] = latest
+        return latest
+
+    def _kept_between(self, earlier: Group, group: Group) -> Iterator[Group]:
+        return (other for other in self._kept if earlier.number < other.number < group.number)
 
     def call(self, seq: int) -> int:
         """An allocator is called at ``seq``; returns the call's number for page tables."""
@@ -434,6 +452,7 @@ class Shadow:
             group = kept.popleft()
             self._kept_ids -= sum(len(access.ids) for access in group.accesses)
             group.shared.clear()
+            group.latest.clear()
         if kept:
             self.measured.forget(kept[0].number)
 
@@ -536,6 +555,16 @@ class Shadow:
         pages: PageIds = b.ids[scratch[b.ids]]
         scratch[a.ids] = False
         return pages
+
+
+def _left(overlap: Overlap, since: Iterable[Access]) -> PageIds:
+    """Pages that no access of ``since`` has written, or for a write touched."""
+    pages = overlap.pages
+    for access in since:
+        counts = overlap.later is Mode.WRITE or access.mode is Mode.WRITE
+        if counts and access.space is overlap.space and access.pool == overlap.pool:
+            pages = pages[np.isin(pages, access.ids, invert=True)]
+    return pages
 
 
 def _same(a: tuple[Access, ...], b: tuple[Access, ...]) -> bool:

@@ -255,7 +255,7 @@ class Taint:
         races = [race for race in self._races if race.second.seq <= old[-1].seq]
         if races or not self._past.empty:
             self._past = self._play(self._past, old, races).fork(Owners(self._allocations), {})
-            self._past.settle(old[-1].seq)
+            self._past.settle(old[-1].seq, {step.label.number for step in self._steps[end - 1 :]})
             if not clean:
                 self._past.reached.vague |= self._past.sources()
         self._past_end = old[-1].seq

@@ -120,19 +120,20 @@ class Verdicts:
         self.live.clear()
 
     def _check_measured(self, later: Operation) -> None:
-        """A pair that is proven ordered must also have been kept; if not, a fence or a clock lies."""
+        """A pair that is proven ordered must also have been kept; if not, a fence or a clock lies.
+
+        The earlier one of a pair is the last that touched some page: what went before follows from other pairs.
+        """
         if later.start_ns is None:
             return
         shadow, broken = self._shadow, []
         for group in shadow.measured.after(later.start_ns + later.error_ns, later.group.actor):
-            if group.members[0].seq > later.seq:
-                continue
-            if not (overlaps := shadow.shared(later.group, group)):
+            if group.number > later.group.number or not (overlaps := shadow.shared(later.group, group)):
                 continue
             for earlier in group.overlapping(later.layers, 0):
                 if earlier.seq > later.seq or earlier.op == later.op or earlier.op in later.unordered:
                     continue
-                if _timing(earlier, later) is Timing.BROKEN:
+                if _timing(earlier, later) is Timing.BROKEN and shadow.was_last(later.group, group):
                     broken.append(Conflict(earlier, overlaps))
         for conflict in sorted(broken, key=_earlier_seq):
             self._taint.race(conflict.earlier, later, conflict.overlaps)

@@ -294,7 +294,7 @@ def _scattered(ids: range, pools: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (_scattered(range(511, LARGEST + 1, 512), ("",)), "page or buffer id *: tables *more than 1536 MiB"),
+        (_scattered(range(511, LARGEST + 1, 512), ("",)), "page or buffer id *: tables *more than 1024 MiB"),
         (_scattered(range(LARGEST, LARGEST + 1), ("", "b:", "c:", "d:")), "page or buffer id 67108863: tables *"),
         (_scattered(range(0, LARGEST // 4, 1 << 16), ("",)), ""),
     ],
