@@ -126,11 +126,11 @@ class PageTable:
         """
         if ids is self._ids:
             return self._place
-        first = ids.item(0)
-        count = len(ids)
         place: PageIds | slice = ids
-        if count >= _LONG and ids.item(-1) - first == count - 1 and _consecutive(ids):
-            low, high = first, first + count - 1
+        if (count := len(ids)) < _LONG:
+            low, high = ids.item(ids.argmin()), ids.item(ids.argmax())
+        elif ids.item(-1) - ids.item(0) == count - 1 and _consecutive(ids):
+            low, high = ids.item(0), ids.item(-1)
             place = slice(low, high + 1)
         else:
             low, high = _bounds(ids)
@@ -235,8 +235,8 @@ def _consecutive(ids: PageIds) -> bool:
 
 
 def _bounds(ids: PageIds) -> tuple[int, int]:
-    """The largest id, and the smallest or any that is not negative."""
-    if len(ids) >= _LONG and ids.dtype == np.int64:
+    """The largest of many ids, and the smallest or any that is not negative."""
+    if ids.dtype == np.int64:
         high = ids.item(ids.view(np.uint64).argmax())  # a negative one counts as the largest: one pass for both
         if high >= 0:
             return high, high
