@@ -137,7 +137,7 @@ class Ownership:
         table = self._shadow.table(record.access)
         number = self._change(record, "free", seq)
         for page in table.hand_over(record.access.ids, number, _GIVEN_AWAY[self._lost], given=False):
-            change = self._changes.get(table.given.item(page) + self._shadow.base)
+            change = self._found(table.given.item(page))
             if change is not None and change.owner == record.owner:
                 table.state[page] = FREED_FROM | table.state.item(page) & WROTE
 
@@ -185,13 +185,17 @@ class Ownership:
         thread = self._order.thread(operation.label.thread)
         changes = (table.freed if cause is Cause.USED_AFTER_FREE else table.given)[pages]
         for number in np.unique(changes).tolist():
-            change = self._changes.get(number + self._shadow.base)
+            change = self._found(number)
             if change is None or self._order.proof(thread, change.ledger, change.epoch) not in _AFTER:
                 continue
             found = pages[changes == number]
             _become(table, found, Own.SPENT if cause is Cause.USED_AFTER_FREE else Own.HELD)
             ids = tuple(sorted(found.tolist()))
             self._report(Misuse(change, operation, cause, access.mode, access.space, access.pool, ids))
+
+    def _found(self, mark: int) -> Change | None:
+        """The call that a number in a page table stands for, as far as it is kept."""
+        return self._changes.get(mark + self._shadow.base) if mark else None
 
     def _change(self, record: PageAlloc | PageFree, what: str, seq: int) -> int:
         """Note an allocator's call, as a step of its thread that later operations may know of; its number for marks."""

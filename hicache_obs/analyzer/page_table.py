@@ -97,7 +97,7 @@ class PageTable:
 
     Attributes:
         touched, wrote: Number of the last group, 0 for none.
-        given, freed: Number of the last allocator call.
+        given, freed: Number of the last allocator call, 0 for none.
         state: See above.
         moved: Position in the trace plus one of the last move; empty without any.
         scratch: All false between calls.
@@ -187,8 +187,10 @@ class PageTable:
         return owned, worst >= FRESH_FROM, written
 
     def rebase(self, by: int) -> None:
-        """Take ``by`` off all numbers; what would be below 1 becomes 1, and none stays none."""
-        self._rows[:] = np.where(self._rows > by, self._rows - by, self._rows > 0)
+        """Take ``by`` off all numbers. A group below 1 becomes 1, older than any that matters; a call none."""
+        groups, calls = self._rows[:, :2], self._rows[:, 2:]
+        groups[:] = np.where(groups > by, groups - by, groups > 0)
+        calls[:] = np.maximum(calls - by, 0)
 
     def note_move(self, ids: PageIds, at: int) -> None:
         """The contents of ``ids`` were moved elsewhere at ``at``, less one."""

@@ -421,7 +421,7 @@ class Shadow:
         if first == len(self._calls):
             return False
         freed = self._tables[overlap.space][overlap.pool].freed[overlap.pages]
-        return bool((freed >= self._call_numbers[first] - self.base).any())
+        return bool((freed >= max(1, self._call_numbers[first] - self.base)).any())
 
     def moved_since(self, overlap: Overlap, seq: int) -> bool:
         """Whether a shared page was moved away after ``seq``."""
