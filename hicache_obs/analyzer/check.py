@@ -20,6 +20,7 @@ from hicache_obs.analyzer.fence_cost import FenceMeter
 from hicache_obs.analyzer.foreign import Foreign
 from hicache_obs.analyzer.handover import Blocks, Channels
 from hicache_obs.analyzer.hazards import CHECKED, IO_ROLE, Hazards, role
+from hicache_obs.analyzer.measured import Measured
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.ownership import Ownership
 from hicache_obs.analyzer.shadow import Conflict, Label, Operation, Shadow, Touching
@@ -128,16 +129,17 @@ class Analyzer:
         self._sink = sink
         self._order = Order()
         self._shadow = Shadow()
+        self._measured = Measured()
         self._taint = Taint()
         self._names = Names()
         self._hazards = Hazards(self._shadow)
         self._foreign = Foreign()
         self._early = EarlyLaunches(self._order)
         self._causes = Causes(self._order, self._shadow, self._hazards, self._foreign)
-        self._verdicts = Verdicts(sink, self._names, self._shadow, self._hazards, self._taint)
+        self._verdicts = Verdicts(sink, self._names, self._shadow, self._measured, self._hazards, self._taint)
         self._live = self._verdicts.live
         self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
-        self._meter = FenceMeter(sink, self._shadow, self._hazards.between)
+        self._meter = FenceMeter(sink, self._shadow, self._measured, self._hazards.between)
         self._graphs: dict[int, Snapshot] = {}
         """By graph, its newest replay; ``_graphs_forgotten``: older graphs were dropped."""
         self._graphs_forgotten = False
@@ -227,6 +229,7 @@ class Analyzer:
         floor = self._order.floor()
         self._order.prune()
         self._shadow.prune(floor)
+        self._measured.forget(self._shadow.oldest)
         self._verdicts.bound()
         self._meter.bound()
         for graph in list(islice(self._graphs, max(0, len(self._graphs) - MAX_GRAPHS))):

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Final
 
 from hicache_obs._struct import Struct
+from hicache_obs.analyzer.measured import Measured
 from hicache_obs.analyzer.order import Actor, Snapshot
 from hicache_obs.analyzer.shadow import Group, Operation, Shadow
 from hicache_obs.costs import AnalysisSink, FenceCost, PendingTransfers, TransferCost, TransferKind
@@ -94,7 +95,8 @@ class FenceMeter:
 
     Args:
         sink: Receives the costs.
-        shadow: Knows the groups whose times are known.
+        shadow: Knows what groups have in common.
+        measured: Groups whose times are known.
         hazard: ``hazard(earlier, later)``: what a fence between the two prevents, ``None`` if nothing.
 
     Attributes:
@@ -102,10 +104,15 @@ class FenceMeter:
     """
 
     def __init__(
-        self, sink: AnalysisSink, shadow: Shadow, hazard: Callable[[Operation, Operation], Hazard | None]
+        self,
+        sink: AnalysisSink,
+        shadow: Shadow,
+        measured: Measured,
+        hazard: Callable[[Operation, Operation], Hazard | None],
     ) -> None:
         self._sink = sink
         self._shadow = shadow
+        self._measured = measured
         self._hazard = hazard
         self.last: dict[Actor, OpId] = {}
         self._ends: dict[OpId, int] = {}
@@ -247,9 +254,8 @@ class FenceMeter:
         What ended before ``after_ns`` needed no fence, and counts as nothing.
         """
         end, hazard = after_ns, None
-        shadow = self._shadow
-        for group in sorted(shadow.measured.after(after_ns, first.group.actor), key=_number):
-            if not shadow.was_last(first.group, group):
+        for group in sorted(self._measured.after(after_ns, first.group.actor), key=_number):
+            if not self._shadow.was_last(first.group, group):
                 continue
             for earlier in group.members:
                 if earlier.seq < first.seq and (earlier.end_ns or 0) > end:

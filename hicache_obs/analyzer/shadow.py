@@ -192,57 +192,6 @@ def _top(operation: Operation) -> int:
     return operation.layers[1]
 
 
-class Measured:
-    """Groups whose device times are known, to find those that ran on after a moment.
-
-    An actor's operations end one after the other, so the last few of its groups tell; ``Group.before_ns`` says how
-    far back to look if they do not.
-    """
-
-    def __init__(self) -> None:
-        self._groups: dict[Actor, list[Group]] = {}
-        self._oldest = 0
-
-    def note(self, operation: Operation, start_ns: int, end_ns: int, error_ns: int) -> None:
-        """The device times of an operation are known."""
-        operation.start_ns, operation.end_ns, operation.error_ns = start_ns, end_ns, error_ns
-        group = operation.group
-        if group.number < self._oldest:
-            return
-        groups = self._groups.get(group.actor)
-        if groups is None:
-            groups = self._groups[group.actor] = []
-        if not group.end_ns and group.members:
-            if groups:
-                group.before_ns = max(groups[-1].before_ns, groups[-1].end_ns)
-            groups.append(group)
-        if end_ns <= group.end_ns:
-            return
-        group.end_ns = end_ns
-        for other in reversed(groups):
-            if other is group:
-                break
-            other.before_ns = max(other.before_ns, end_ns)
-
-    def after(self, moment_ns: int, actor: Actor) -> Iterator[Group]:
-        """Groups of others than ``actor`` of which some member ended after ``moment_ns``."""
-        for other, groups in self._groups.items():
-            if other == actor:
-                continue
-            for group in reversed(groups):
-                if group.end_ns > moment_ns:
-                    yield group
-                if group.before_ns <= moment_ns:
-                    break
-
-    def forget(self, oldest: int) -> None:
-        """Drop the groups numbered below ``oldest``, and take no more times of theirs."""
-        self._oldest = oldest
-        for groups in self._groups.values():
-            done = bisect_right(groups, oldest - 1, key=_number)
-            del groups[:done]
-
-
 class Conflict(Struct, frozen=True, eq=False):
     """An earlier operation that touches the same pages and layers and is not surely ordered."""
 
@@ -271,7 +220,6 @@ class Shadow:
         """What measured times are compared with."""
         self._kept_ids = 0
         """Page ids in there."""
-        self.measured = Measured()
         self._surveyor: Actor | None = None
         """The actor of the last operation."""
         self._rivals: list[Group] = []
@@ -453,8 +401,11 @@ class Shadow:
             self._kept_ids -= sum(len(access.ids) for access in group.accesses)
             group.shared.clear()
             group.latest.clear()
-        if kept:
-            self.measured.forget(kept[0].number)
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest group that measured times are compared with."""
+        return self._kept[0].number if self._kept else 0
 
     def _unordered(self, actor: Actor, clock: Clock) -> list[tuple[Group, int]]:
         """Groups of other actors with an operation past ``clock``, and the ordered epoch of their actor."""
@@ -573,10 +524,6 @@ def _same(a: tuple[Access, ...], b: tuple[Access, ...]) -> bool:
         x.ids is y.ids and x.mode is y.mode and x.space is y.space and x.pool == y.pool
         for x, y in zip(a, b, strict=True)
     )
-
-
-def _number(group: Group) -> int:
-    return group.number
 
 
 _NO_CANDIDATES: Final[list[tuple[Group, int]]] = []

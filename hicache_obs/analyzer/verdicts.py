@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Final
 
 from hicache_obs.analyzer.hazards import Hazards, principal
+from hicache_obs.analyzer.measured import Measured
 from hicache_obs.analyzer.ownership import Misuse
 from hicache_obs.analyzer.shadow import Conflict, Operation, Overlap, Shadow
 from hicache_obs.analyzer.taint import Taint
@@ -57,10 +58,13 @@ class Pair:
 class Verdicts:
     """Judges pairs once their times are known, and reports them. Fed by the analyzer in trace order."""
 
-    def __init__(self, sink: AnalysisSink, names: Names, shadow: Shadow, hazards: Hazards, taint: Taint) -> None:
+    def __init__(
+        self, sink: AnalysisSink, names: Names, shadow: Shadow, measured: Measured, hazards: Hazards, taint: Taint
+    ) -> None:
         self._sink = sink
         self._names = names
         self._shadow = shadow
+        self._measured = measured
         self._hazards = hazards
         self._taint = taint
         self.live: dict[OpId, Operation | tuple[Operation, ...]] = {}
@@ -87,7 +91,7 @@ class Verdicts:
         live = self.live.pop(record.op, ())
         operations = live if isinstance(live, tuple) else (live,)
         for operation in operations:
-            self._shadow.measured.note(operation, record.start_ns, record.end_ns, record.error_ns)
+            self._measured.note(operation, record.start_ns, record.end_ns, record.error_ns)
         return operations
 
     def judge_timed(self, operations: tuple[Operation, ...]) -> None:
@@ -127,7 +131,7 @@ class Verdicts:
         if later.start_ns is None:
             return
         shadow, broken = self._shadow, []
-        for group in shadow.measured.after(later.start_ns + later.error_ns, later.group.actor):
+        for group in self._measured.after(later.start_ns + later.error_ns, later.group.actor):
             if group.number > later.group.number or not (overlaps := shadow.shared(later.group, group)):
                 continue
             for earlier in group.overlapping(later.layers, 0):
