@@ -11,6 +11,8 @@ from hicache_obs.analyzer import Analyzer, check, handover, order, shadow
 from hicache_obs.findings import Proof, Verdict
 from hicache_obs.records import (
     AnyRecord,
+    Define,
+    DefineSpace,
     EventId,
     EventQuery,
     EventRecord,
@@ -23,6 +25,7 @@ from hicache_obs.records import (
     Kernel,
     Mode,
     OpId,
+    RecordStream,
     StreamId,
     TensorAlloc,
     TensorFree,
@@ -288,6 +291,28 @@ def test_forgotten_graphs_and_blocks_are_doubtful(monkeypatch: pytest.MonkeyPatc
 
     assert _proofs(blocks(2)) == [Proof.NONE]
     assert _proofs(blocks(32)) == [Proof.UNKNOWN]
+
+
+def test_free_blocks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks were freed with work to wait for, so many are known."""
+    monkeypatch.setattr(handover, "MAX_BLOCKS", 8)
+    analyzer = Analyzer(RecordingSink())
+    for block in range(100):
+        head = OpId(block), MAIN, 0
+        analyzer.feed([TensorAlloc(*head, block, block, A), RecordStream(*head, block, B), TensorFree(*head, block)])
+        assert len(analyzer._blocks._returned) <= 8
+
+
+def test_times_of_a_transfer_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come too late for its cost, and do no harm; a newer transfer is measured."""
+    monkeypatch.setattr("hicache_obs.analyzer.fence_cost.MAX_TRANSFERS", 1)
+    monkeypatch.setattr(check, "PRUNE_EVERY", 4)
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([Define(OpId(-1), MAIN, 0, DefineSpace.POOL, 0, "kv", 1), *History("L:w5@0 S:w1 L:w6@0").records])
+    analyzer.feed(Times(OpId(op), MAIN, 0, 100, 200) for op in (0, 2))
+
+    assert [cost.transfer for cost in sink.transfers] == [2]
 
 
 @pytest.mark.parametrize("shape", list(Shape))
