@@ -176,7 +176,7 @@ class Ownership:
                 continue
             state = cells.state.take(access.ids, mode="clip")
             known += int(np.count_nonzero(state))
-            if state.item(state.argmax()) > _HELD:
+            if state.item(state.argmax()) > _HELD or (moves and _SPENT in state):
                 clean = False
                 self._look(operation, access, cells, state, moves=moves)
         if clean:
