@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hicache_obs.analyzer import Analyzer, check, handover, order, shadow
+from hicache_obs.cli import main
 from hicache_obs.findings import Proof, Verdict
 from hicache_obs.records import (
     AnyRecord,
@@ -291,6 +294,20 @@ def test_forgotten_graphs_and_blocks_are_doubtful(monkeypatch: pytest.MonkeyPatc
 
     assert _proofs(blocks(2)) == [Proof.NONE]
     assert _proofs(blocks(32)) == [Proof.UNKNOWN]
+
+
+@pytest.mark.parametrize(("groups", "told"), [(64, True), (4096, False)])
+def test_check_says_what_it_forgot(
+    groups: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More operations in flight than are kept: a race with one of the first would not be seen."""
+    monkeypatch.setattr(shadow, "MAX_GROUPS", groups)
+    steps = [{"id": f"s{n}", "op": "kernel", "stream": "a", "writes": [n % 3]} for n in range(2 * check.PRUNE_EVERY)]
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps({"steps": steps}))
+
+    assert main(["check", str(path)]) == 0
+    assert ("left a full history before every host thread knew" in capsys.readouterr().out) == told
 
 
 def test_free_blocks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
