@@ -460,3 +460,19 @@ def test_a_search_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -
 
     assert report.stalls == ()
     assert report.note.startswith("stalls searched in part")
+
+
+def test_ranks_that_enter_different_collectives_in_another_order() -> None:
+    """Nobody left one out: reported at the lowest rank's, in whatever order the file has them."""
+    ranks = [collective("a", 1), collective("b", 0), collective("b", 1), collective("a", 0)]
+    for steps in (ranks, [ranks[1], ranks[0], *ranks[2:]]):
+        (stall,) = stalls(steps)
+        assert (stall["at"], stall["waiter"]) == (f"s{1 + steps.index(ranks[1])}", "thread:r0")
+
+
+def test_a_rank_that_enters_more_often_waits_for_nobody() -> None:
+    """A collective that the other rank has not come to yet returns; one that it never left does too."""
+    steps = [collective("x", 0), collective("x", 1, 300), collective("x", 0), kernel("a", 5, thread="r0")]
+    assert calls_us(steps)["s3"] == (300, 302)
+    steps = [*steps[:3], collective("z", 1), kernel("a", 5, thread="r0")]
+    assert runs_us(steps).get("s5", (NEVER / 1e3,))[0] >= NEVER / 1e3
