@@ -73,6 +73,11 @@ class Report:
         shared = self.analyzer.totals.shared
         if shared:
             found.append(f"{shared} accesses to memory that another process may touch too; its accesses are not here")
+        if self.analyzer.forgotten:
+            found.append(
+                f"{self.analyzer.forgotten} groups of operations left a full history before every host thread knew "
+                "them to be complete: later races with them were not looked for"
+            )
         return found
 
     @property

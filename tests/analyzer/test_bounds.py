@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hicache_obs.analyzer import Analyzer, check, handover, order, shadow
+from hicache_obs.cli import main
 from hicache_obs.findings import Proof, Verdict
 from hicache_obs.records import (
     AnyRecord,
+    Define,
+    DefineSpace,
     EventId,
     EventQuery,
     EventRecord,
@@ -23,6 +28,7 @@ from hicache_obs.records import (
     Kernel,
     Mode,
     OpId,
+    RecordStream,
     StreamId,
     TensorAlloc,
     TensorFree,
@@ -290,6 +296,42 @@ def test_forgotten_graphs_and_blocks_are_doubtful(monkeypatch: pytest.MonkeyPatc
 
     assert _proofs(blocks(2)) == [Proof.NONE]
     assert _proofs(blocks(32)) == [Proof.UNKNOWN]
+
+
+@pytest.mark.parametrize(("groups", "told"), [(64, True), (4096, False)])
+def test_check_says_what_it_forgot(
+    groups: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More operations in flight than are kept: a race with one of the first would not be seen."""
+    monkeypatch.setattr(shadow, "MAX_GROUPS", groups)
+    steps = [{"id": f"s{n}", "op": "kernel", "stream": "a", "writes": [n % 3]} for n in range(2 * check.PRUNE_EVERY)]
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps({"steps": steps}))
+
+    assert main(["check", str(path)]) == 0
+    assert ("left a full history before every host thread knew" in capsys.readouterr().out) == told
+
+
+def test_free_blocks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks were freed with work to wait for, so many are known."""
+    monkeypatch.setattr(handover, "MAX_BLOCKS", 8)
+    analyzer = Analyzer(RecordingSink())
+    for block in range(100):
+        head = OpId(block), MAIN, 0
+        analyzer.feed([TensorAlloc(*head, block, block, A), RecordStream(*head, block, B), TensorFree(*head, block)])
+        assert len(analyzer._blocks._returned) <= 8
+
+
+def test_times_of_a_transfer_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come too late for its cost, and do no harm; a newer transfer is measured."""
+    monkeypatch.setattr("hicache_obs.analyzer.fence_cost.MAX_TRANSFERS", 1)
+    monkeypatch.setattr(check, "PRUNE_EVERY", 4)
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([Define(OpId(-1), MAIN, 0, DefineSpace.POOL, 0, "kv", 1), *History("L:w5@0 S:w1 L:w6@0").records])
+    analyzer.feed(Times(OpId(op), MAIN, 0, 100, 200) for op in (0, 2))
+
+    assert [cost.transfer for cost in sink.transfers] == [2]
 
 
 @pytest.mark.parametrize("shape", list(Shape))

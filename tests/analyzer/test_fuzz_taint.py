@@ -469,4 +469,4 @@ def test_what_is_not_measured() -> None:
         named, wrong = (set().union(*parts) for parts in (map(_members, found), expected))
         assert named >= wrong, f"seed {seed}"
         larger += named > wrong
-    assert larger > PROGRAMS / 4
+    assert larger > PROGRAMS / 8
