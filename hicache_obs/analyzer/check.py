@@ -407,7 +407,7 @@ class Analyzer:
             owned: How many pages of a new group have a known owner, -1 if nothing was looked up.
         """
         group = operation.group
-        if owned < 0 or group.suspect:
+        if owned < 0 or group.suspect or operation.label.what == "relocate":
             owned = self._ownership.check(operation)
         else:
             group.owned_at = self._ownership.changes
