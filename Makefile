@@ -13,7 +13,7 @@ RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
 SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requirements*.txt pyproject.toml | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env render-env pictures clean
+.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env render-env pictures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ $(RENDER)/.complete: $(RENDER_SOURCES)
 
 pictures: venv render-env  ## draw the dashboards anew into docs/pictures
 	HICACHE_OBS_PICTURES=docs/pictures $(BIN)/python -m pytest -q tests/dashboards/test_render.py
+
+docs: venv  ## build the documentation into site/ (one folder, readable offline); fails on a link that leads nowhere
+	$(BIN)/mkdocs build
 
 clean:  ## remove the environment, caches and build results
 	rm -rf .venv .venv.lock .cache build dist *.egg-info site htmlcov .coverage .coverage.*
