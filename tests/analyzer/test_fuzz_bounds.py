@@ -23,7 +23,7 @@ from hicache_obs.records import (
 from hicache_obs.testing import RecordingSink, misuses, races
 from hicache_obs.testing.programs import BLOCKS, EVENTS, GRAPHS, THREADS, random_program
 
-PROGRAMS = max(400, int(os.environ.get("HICACHE_OBS_FUZZ", "2000")) // 4)
+PROGRAMS = int(os.environ.get("HICACHE_OBS_FUZZ", "2000")) // 4
 PARTS = 4
 
 
@@ -124,5 +124,5 @@ def test_a_table_that_is_too_small(table: str, entries: int, lost: bool, limit: 
         assert certain <= expected, f"seed {seed}: false {sorted(certain - expected)}"
         unknown += len(proofs) - len(certain)
         sure += len(certain)
-    assert unknown > 0
+    assert unknown > 0 or PROGRAMS < 400
     assert sure > unknown

@@ -41,7 +41,7 @@ from hicache_obs.records import (
 )
 from hicache_obs.testing import RecordingSink
 
-PROGRAMS = max(200, int(os.environ.get("HICACHE_OBS_FUZZ", "2000")) // 4)
+PROGRAMS = int(os.environ.get("HICACHE_OBS_FUZZ", "2000")) // 4
 PARTS = 4
 MAIN = ThreadId(0)
 PAGES, LAYERS = 6, 3

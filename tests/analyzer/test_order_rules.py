@@ -14,12 +14,14 @@ from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
     Access,
+    DropReason,
     GraphNode,
     GraphReplay,
     IoBegin,
     IoEnd,
     IoKind,
     Kernel,
+    Lost,
     Memcpy,
     Mode,
     OpId,
@@ -270,6 +272,19 @@ def test_a_replay_that_lacks_entries_is_over_with_the_next_one() -> None:
         analyzer.finish()
 
         assert sink.pairs == pairs
+
+
+@pytest.mark.parametrize(("graph", "pairs"), [(1, []), (2, [(0, 2)])])
+def test_a_replay_that_was_cut_off_by_a_loss_still_precedes_the_next(graph: int, pairs: list[tuple[int, int]]) -> None:
+    """What was read of it is ordered before the next replay of that graph on any stream; of another graph it is not."""
+    entry = GraphNode(OpId(1), ThreadId(0), 0, 0, IN_ORDER, None, (0, 1), (device(Mode.WRITE, page_ids([5])),))
+    lost = Lost(OpId(-1), ThreadId(0), 0, 1, DropReason.RING_FULL)
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([_replay(0, 1, 1, nodes=2), entry, lost, _replay(2, graph, 2)])
+    analyzer.finish()
+
+    assert sink.pairs == pairs
 
 
 def test_totals() -> None:

@@ -476,3 +476,9 @@ def test_a_rank_that_enters_more_often_waits_for_nobody() -> None:
     assert calls_us(steps)["s3"] == (300, 302)
     steps = [*steps[:3], collective("z", 1), kernel("a", 5, thread="r0")]
     assert runs_us(steps).get("s5", (NEVER / 1e3,))[0] >= NEVER / 1e3
+    steps = [collective("x", 0), collective("x", 1), collective("x", 2), collective("y", 0), collective("y", 1, 300)]
+    assert calls_us([*steps, kernel("a", 5, thread="r2")])["s4"] == (2, 302)
+
+
+def test_a_call_is_over_long_before_what_it_issued() -> None:
+    assert calls_us([kernel("a", 100), fence("b", "a"), kernel("b", 5)]) == {"s1": (0, 2), "s2": (2, 4), "s3": (4, 6)}
