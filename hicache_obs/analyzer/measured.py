@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 
 from hicache_obs.analyzer.order import Actor
@@ -56,9 +55,5 @@ class Measured:
         """Drop the groups numbered below ``oldest``, and take no more times of theirs."""
         self._oldest = oldest
         for groups in self._groups.values():
-            done = bisect_right(groups, oldest - 1, key=_number)
-            del groups[:done]
-
-
-def _number(group: Group) -> int:
-    return group.number
+            kept = (place for place, group in enumerate(groups) if group.number >= oldest)
+            del groups[: next(kept, len(groups))]
