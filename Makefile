@@ -63,8 +63,8 @@ bench: venv  ## run the benchmarks side by side with their peers (ARGS: pytest o
 long-trace: venv  ## analyse a trace of N=10000000 records; fails if memory grows (ARGS: options)
 	$(BIN)/python benchmarks/long_trace.py $(or $(N),10000000) $(ARGS)
 
-fuzz: venv  ## random traces of every record kind against brute force (N=20000 programs)
-	HICACHE_OBS_FUZZ=$(or $(N),20000) $(BIN)/python -m pytest -q tests/analyzer/test_fuzz.py $(ARGS)
+fuzz: venv  ## random traces of every record kind against brute force and second implementations (N=20000 programs)
+	HICACHE_OBS_FUZZ=$(or $(N),20000) $(BIN)/python -m pytest -q tests/analyzer/test_fuzz*.py $(ARGS)
 
 crash: venv  ## kill writing processes at random moments and read their rings (N=200 of them)
 	HICACHE_OBS_KILLS=$(or $(N),200) $(BIN)/python -m pytest -q tests/recorder/test_ring_crash.py $(ARGS)

@@ -78,7 +78,7 @@ RING_MAGIC: Final = b"hicaring"
 RING_VERSION: Final = 2
 """Changes when a reader of one layout would misread the other. 2 has row cells."""
 MAX_IDS: Final = 1 << 26
-"""Ids of one pool are below this: the analyzer keeps 33 bytes for each up to the largest."""
+"""Ids of one pool are below this: the analyzer keeps 18 bytes for each up to the largest."""
 MAX_SLOTS: Final = 1 << 24
 MAX_ARENA_WORDS: Final = 1 << 30
 NVTX_DOMAIN: Final = "hicache"

@@ -102,9 +102,7 @@ def _checked_hazards(what: str, space: Space, mode: Mode) -> tuple[Hazard, ...]:
 
 
 CHECKED: Final = {
-    (what, space, mode): _checked_hazards(what, space, mode)
+    what: tuple((4 * space + 2 * mode, _checked_hazards(what, space, mode)) for space in Space for mode in Mode)
     for what in ("forward", "restore", "backup", "copy", "kernel", "host", "graph", "relocate", *IO_ROLE.values())
-    for space in Space
-    for mode in Mode
 }
-"""Hazards for which a look-up of such an access counts as a check."""
+"""By role: the hazards for which a look-up of such an access counts as a check, by place in ``Shadow``'s sums."""

@@ -59,7 +59,9 @@ class PairProofs(Analyzer):
 
     def _on_graph_replay(self, record: GraphReplay) -> None:
         assert not record.nodes
-        self._run(record, self._order.issue(record.stream, record.thread))
+        stream = self._launch(record)
+        self._run(record, stream)
+        self._graphs[record.graph] = self._order.note(stream, self._seq)
 
     def _on_times(self, record: Times) -> None:
         """Times prove nothing."""

@@ -9,7 +9,7 @@ of the page's last allocation, and an operation meets only marks of the owner it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -36,6 +36,7 @@ Marks = npt.NDArray[np.int32]
 _Key = TypeVar("_Key")
 _SEQ_BITS: Final = 37
 _NO_KEYS: Final = np.zeros(0, np.int64)
+_NO_PAGE: Final = np.iinfo(np.int64).max
 
 
 class _Table:
@@ -96,41 +97,40 @@ def distinct(marks: Marks) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class _Cells:
-    """Pages of one space and pool; arrays are longer than the largest id, so that ids beyond clip to a clean page.
+    """Those pages of one space and pool that were ever wrong, by ascending id; behind them one that never is.
 
     Attributes:
-        marks: What each page holds now.
-        owners: Stamp of each mark.
-        ever: What each page ever held, layers left out.
-        scratch: False between uses.
+        ids: Of each page.
+        marks: What it holds now.
+        owners: Stamp of the mark.
+        ever: What it ever held, layers left out.
     """
 
-    marks: Marks = field(default_factory=lambda: np.zeros(1024, np.int32))
-    owners: npt.NDArray[np.int64] = field(default_factory=lambda: np.full(1024, -1, np.int64))
-    ever: Marks = field(default_factory=lambda: np.zeros(1024, np.int32))
-    scratch: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(1024, np.bool_))
+    ids: PageIds = field(default_factory=lambda: np.full(1, _NO_PAGE, np.int64))
+    marks: Marks = field(default_factory=lambda: np.zeros(1, np.int32))
+    owners: npt.NDArray[np.int64] = field(default_factory=lambda: np.full(1, -1, np.int64))
+    ever: Marks = field(default_factory=lambda: np.zeros(1, np.int32))
 
-    def reach(self, pages: PageIds) -> None:
-        top = int(pages.max()) + 2
-        if top > len(self.marks):
-            for name in ("marks", "owners", "ever", "scratch"):
+    def reach(self, pages: PageIds) -> PageIds:
+        """Where ``pages`` are, which get a place if they have none."""
+        ids = np.union1d(self.ids, pages)
+        if len(ids) > len(self.ids):
+            place = np.searchsorted(ids, self.ids)
+            for name in ("marks", "owners", "ever"):
                 old = getattr(self, name)
-                new = np.full(2 * top, -1 if name == "owners" else 0, old.dtype)
-                new[: len(old)] = old
+                new = np.full(len(ids), -1 if name == "owners" else 0, old.dtype)
+                new[place] = old
                 setattr(self, name, new)
+            self.ids = ids
+        return self.places(pages)
 
-    def positions(self, ids: PageIds, pages: PageIds) -> PageIds:
-        """Where in ``ids`` any of ``pages`` is."""
-        if ids is pages:
-            return np.arange(len(ids))
-        self.reach(pages)
-        self.scratch[pages] = True
-        found: PageIds = np.flatnonzero(self.scratch.take(ids, mode="clip"))
-        self.scratch[pages] = False
-        return found
+    def places(self, pages: PageIds) -> PageIds:
+        """Where ``pages`` are; that of the last, clean one for those that have no place."""
+        found = np.searchsorted(self.ids, pages)
+        return np.where(self.ids[found] == pages, found, len(self.ids) - 1)
 
     def copy(self) -> _Cells:
-        return _Cells(self.marks.copy(), self.owners.copy(), self.ever.copy(), np.zeros_like(self.scratch))
+        return _Cells(self.ids, self.marks.copy(), self.owners.copy(), self.ever.copy())
 
 
 class Owners:
@@ -236,14 +236,18 @@ class Spread:
         other._discarded = discarded
         return other
 
-    def settle(self, seq: int) -> None:
-        """Allocations before ``seq`` are behind: what they ended is clean, and what is left has no stamp."""
+    def settle(self, seq: int, rounds: Collection[int] = ()) -> None:
+        """Allocations before ``seq`` are behind: what they ended is clean, and what is left has no stamp.
+
+        ``rounds`` may have segments still to come.
+        """
         for pool, cells in self._cells.items():
-            pages = np.flatnonzero(cells.marks)
-            over = pages[self._owners.before(pool, pages, seq) != cells.owners[pages]]
+            places = np.flatnonzero(cells.marks)
+            over = places[self._owners.before(pool, cells.ids[places], seq) != cells.owners[places]]
             cells.marks[over] = 0
             cells.owners[:] = -1
-        self.reached.rows.clear()
+        rows = self.reached.rows
+        self.reached.rows = {key: sources for key, sources in rows.items() if key[0] in rounds}
         self._rows.clear()
         old, self._table = self._table, _Table()
         for cells in self._cells.values():
@@ -261,12 +265,17 @@ class Spread:
         marks = (mark for cells in self._cells.values() for mark in distinct(cells.marks))
         return union(bits for mark in marks for _, bits in self._table.values[mark])
 
+    def held(self, pool: Pool, pages: PageIds) -> int:
+        """Sources that some of these pages ever held."""
+        cells = self._cells.get(pool) or _Cells()
+        return union(bits for mark in distinct(cells.ever[cells.places(pages)]) for _, bits in self._table.values[mark])
+
     def ever(self, source: int) -> list[tuple[Space, int, int]]:
         """Space, pool and number of each page that ever held contents wrong because of ``source``; ascending."""
         found = []
         for (space, pool), cells in self._cells.items():
             marks = [m for m in distinct(cells.ever) if any(bits & source for _, bits in self._table.values[m])]
-            pages = np.flatnonzero(np.isin(cells.ever, marks)) if marks else _NO_KEYS
+            pages = cells.ids[np.isin(cells.ever, marks)]
             found += [(space, pool, page) for page in pages.tolist()]
         return sorted(found)
 
@@ -278,17 +287,17 @@ class Spread:
         cells = self._cells.get(wrong.pool)
         if cells is None:
             cells = self._cells[wrong.pool] = _Cells()
-        cells.reach(pages)
+        places = cells.reach(pages)
         owners = self._owners.before(wrong.pool, pages, wrong.seq)
-        marks, stamps = cells.marks[pages], cells.owners[pages]
+        marks, stamps = cells.marks[places], cells.owners[places]
         marked = marks != 0
         newer = marked & (stamps > owners)
         joined = self._table.join(np.where(marked & (stamps == owners), marks, 0), wrong.mask, wrong.source)
-        cells.marks[pages] = np.where(newer, marks, joined)
-        cells.owners[pages] = np.where(newer, stamps, owners)
-        cells.ever[pages] = self._table.join(cells.ever[pages], ALL, wrong.source)
+        cells.marks[places] = np.where(newer, marks, joined)
+        cells.owners[places] = np.where(newer, stamps, owners)
+        cells.ever[places] = self._table.join(cells.ever[places], ALL, wrong.source)
 
-    def run(self, operation: Operation, rows: PageIds | None, wrong: Sequence[Wrong] = ()) -> None:
+    def run(self, operation: Operation, wrong: Sequence[Wrong] = ()) -> None:
         """Spread through one operation; ``wrong`` is what it reads wrong, whatever its pages hold."""
         mask = layer_mask(operation.layers)
         reads = (access for access in operation.group.accesses if access.mode is Mode.READ and len(access.ids))
@@ -297,7 +306,7 @@ class Spread:
         if what in COPIES:
             self._copy(operation, mask, hits)
         elif what in ROUNDS:
-            self._round(operation, self._unpacked(rows), hits)
+            self._round(operation, self._unpacked(operation.rows), hits)
         elif hits:
             self._all(operation, union(hit.sources for hit in hits))
 
@@ -307,35 +316,34 @@ class Spread:
         found = []
         for item in wrong:
             if item.pool == pool and item.mask & mask:
-                cells = cells or _Cells()
-                places = cells.positions(access.ids, item.pages)
+                places = np.flatnonzero(np.isin(access.ids, item.pages))
                 if len(places):
                     found.append(_Hit(access, places, ((item.mask & mask, item.source),)))
         if cells is None:
             return found
-        places, marks = self._marked(pool, cells, access.ids, seq)
+        positions, places = self._marked(pool, cells, access.ids, seq)
+        marks = cells.marks[places]
         for mark in distinct(marks):
             value = tuple((layers & mask, bits) for layers, bits in self._table.values[mark] if layers & mask)
             if value:
-                found.append(_Hit(access, places[marks == mark], value))
+                found.append(_Hit(access, positions[marks == mark], value))
         return found
 
-    def _marked(self, pool: Pool, cells: _Cells, ids: PageIds, seq: int) -> tuple[PageIds, Marks]:
-        """Positions in ``ids`` that hold wrong contents of the owner at ``seq``, and their marks."""
-        marks = cells.marks.take(ids, mode="clip")
-        places: PageIds = np.flatnonzero(marks)
-        if len(places):
-            pages = ids[places]
-            places = places[cells.owners[pages] == self._owners.before(pool, pages, seq)]
-        return places, marks[places]
+    def _marked(self, pool: Pool, cells: _Cells, ids: PageIds, seq: int) -> tuple[PageIds, PageIds]:
+        """Positions in ``ids`` that hold wrong contents of the owner at ``seq``, and where in ``cells`` they are."""
+        places = cells.places(ids)
+        positions: PageIds = np.flatnonzero(cells.marks[places])
+        places = places[positions]
+        own = cells.owners[places] == self._owners.before(pool, ids[positions], seq)
+        return positions[own], places[own]
 
     def _clean(self, access: Access, mask: int, seq: int) -> None:
         """A copy has written whole pages, at the layers of ``mask``."""
         pool = access.space, access.pool
         cells = self._cells.get(pool)
         if cells is not None:
-            places, marks = self._marked(pool, cells, access.ids, seq)
-            cells.marks[access.ids[places]] = self._table.cut(marks, mask)
+            _, places = self._marked(pool, cells, access.ids, seq)
+            cells.marks[places] = self._table.cut(cells.marks[places], mask)
 
     def _copy(self, operation: Operation, mask: int, hits: list[_Hit]) -> None:
         """Page by page if a copy reads as many pages as it writes, else all by all. Wrong indices spoil all."""
@@ -400,8 +408,7 @@ class Spread:
 
     def _rows_of(self, rows: Rows, hit: _Hit) -> list[int]:
         """Rows that read a page of ``hit``."""
-        cells = self._cells.get((hit.access.space, hit.access.pool)) or _Cells()
-        places = cells.positions(rows.pages, hit.access.ids[hit.positions])
+        places = np.flatnonzero(np.isin(rows.pages, hit.access.ids[hit.positions]))
         users = np.searchsorted(rows.starts, places, side="right") - 1
         found: list[int] = np.unique(users[places - rows.starts[users] < rows.reads[users]]).tolist()
         return found

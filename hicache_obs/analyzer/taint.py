@@ -57,7 +57,6 @@ MAX_RACES: Final = 1 << 16
 """Operation pairs kept."""
 
 Pair = tuple[OpId, OpId]
-_Step = tuple[Operation, PageIds | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +79,7 @@ class Taint:
     """Blast radius of every race of one trace. Feed in trace order; not thread-safe."""
 
     def __init__(self) -> None:
-        self._steps: list[_Step] = []
+        self._steps: list[Operation] = []
         self._allocations: list[tuple[int, Access]] = []
         self._discarded: dict[int, frozenset[int]] = {}
         self._races: list[_Race] = []
@@ -94,9 +93,9 @@ class Taint:
         self._pairs: dict[Pair, int] = {}
         self._fingerprints: dict[str, int] = {}
 
-    def step(self, operation: Operation, rows: PageIds | None = None) -> None:
+    def step(self, operation: Operation) -> None:
         """An operation was issued. Its races, if any, follow at once."""
-        self._steps.append((operation, rows))
+        self._steps.append(operation)
         self._played = None
         if len(self._steps) > MAX_RECENT:
             self._forget()
@@ -174,7 +173,7 @@ class Taint:
 
     # -- playing ---------------------------------------------------------------------------------------------
 
-    def _play(self, past: Spread, steps: Sequence[_Step], races: Sequence[_Race]) -> Spread:
+    def _play(self, past: Spread, steps: Sequence[Operation], races: Sequence[_Race]) -> Spread:
         """What ``past`` has become after ``steps``."""
         if not races and past.empty:
             return past
@@ -182,15 +181,17 @@ class Taint:
         spread = past.fork(owners, self._discarded)
         timed = all(map(_is_timed, steps))
         order = _started if timed else _issued
-        known = {step[0] for step in steps}
+        known = set(steps)
         reads: dict[Operation, list[Wrong]] = {}
         after: dict[Operation, list[Wrong]] = {}
+        crossing: list[Overlap] = []
         for race in races:
             timing = timing_of(race.first, race.second)
             if timing is Timing.KEPT:
                 continue
             if race.first not in known or race.second not in known:
                 spread.reached.cut |= race.source
+                crossing += race.overlaps
             for overlap in race.overlaps:
                 if timing is Timing.BROKEN and timed:
                     self._reversed(race, overlap, owners, reads, after)
@@ -199,10 +200,12 @@ class Taint:
                     _either(race, overlap, reads, after, last=max(race.first, race.second, key=order))
         if not timed:
             spread.reached.vague |= past.sources() | union(race.source for race in races)
-        for operation, rows in sorted(steps, key=lambda step: order(step[0])):
-            spread.run(operation, rows, reads.get(operation, ()))
+        for operation in sorted(steps, key=order):
+            spread.run(operation, reads.get(operation, ()))
             for wrong in after.get(operation, ()):
                 spread.taint(wrong)
+        for overlap in crossing:  # one of the two was played too early or too late for what else these pages held
+            spread.reached.cut |= spread.held((overlap.space, overlap.pool), overlap.pages)
         return spread
 
     def _reversed(
@@ -233,7 +236,7 @@ class Taint:
         """Whole pages written by copies issued between the two, and at which layers."""
         return [
             (access, layer_mask(operation.layers))
-            for operation, _ in self._steps
+            for operation in self._steps
             if first.seq < operation.seq < second.seq and operation.label.what in COPIES
             for access in operation.group.accesses
             if access.mode is Mode.WRITE and (access.space, access.pool) == pool
@@ -246,15 +249,16 @@ class Taint:
         if not self._steps:
             self._forget_allocations()
             return
-        end, clean = self._cut_point()
+        spread = bool(self._races) or not self._past.empty
+        end, clean = self._cut_point() if spread else (max(1, len(self._steps) // 2), True)
         old = self._steps[:end]
-        races = [race for race in self._races if race.second.seq <= old[-1][0].seq]
+        races = [race for race in self._races if race.second.seq <= old[-1].seq]
         if races or not self._past.empty:
             self._past = self._play(self._past, old, races).fork(Owners(self._allocations), {})
-            self._past.settle(old[-1][0].seq)
+            self._past.settle(old[-1].seq, {step.label.number for step in self._steps[end - 1 :]})
             if not clean:
                 self._past.reached.vague |= self._past.sources()
-        self._past_end = old[-1][0].seq
+        self._past_end = old[-1].seq
         del self._steps[:end]
         self._races = [race for race in self._races if race.second.seq > self._past_end]
         self._allocations = [item for item in self._allocations if item[0] > self._past_end]
@@ -270,7 +274,7 @@ class Taint:
     def _cut_point(self) -> tuple[int, bool]:
         """How many of the oldest steps to forget; and whether all of them had run before the rest began."""
         steps = self._steps
-        starts = np.array([_started(operation)[0] for operation, _ in steps])  # nothing starts before it is issued
+        starts = np.array([_started(operation)[0] for operation in steps])  # nothing starts before it is issued
         last = np.maximum.accumulate(starts)[:-1]
         timed = np.logical_and.accumulate(list(map(_is_timed, steps)))[:-1]
         good = np.flatnonzero(timed & (last < np.minimum.accumulate(starts[::-1])[::-1][1:])) + 1
@@ -313,9 +317,8 @@ def _without(pages: PageIds, mask: int, ids: PageIds, gone: int) -> list[tuple[P
     return [(pages[~hit], mask), (pages[hit], mask & ~gone)]
 
 
-def _is_timed(step: _Step) -> bool:
+def _is_timed(operation: Operation) -> bool:
     """Whether it is known when an operation started, surely enough to tell it from its neighbours."""
-    operation = step[0]
     if operation.start_ns is None or operation.end_ns is None:
         return operation.label.what == "host" or operation.label.what in IO
     return not operation.error_ns or operation.end_ns - operation.start_ns > 2 * operation.error_ns

@@ -51,7 +51,10 @@ def command(file: Path, between: tuple[str, str] | None) -> int:
 def _findings(trace: Trace) -> list[Finding]:
     sink = RecordingSink()
     analyzer = Analyzer(sink)
-    analyzer.feed(trace)
+    try:
+        analyzer.feed(trace)
+    except TraceError as error:
+        raise TraceError(f"{trace.source}: {error}") from error
     analyzer.finish()
     return sink.findings
 

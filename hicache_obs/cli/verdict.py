@@ -13,6 +13,7 @@ from hicache_obs.analyzer.remedy import Timeline, public_report, remedies, timel
 from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.errors import TraceError
 from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict
 from hicache_obs.records import OpId
@@ -77,6 +78,11 @@ class Report:
         shared = self.analyzer.totals.shared
         if shared:
             found.append(f"{shared} accesses to memory that another process may touch too; its accesses are not here")
+        if self.analyzer.forgotten:
+            found.append(
+                f"{self.analyzer.forgotten} groups of operations left a full history before every host thread knew "
+                "them to be complete: later races with them were not looked for"
+            )
         return found
 
     @property
@@ -89,14 +95,21 @@ class Report:
 def analyse(
     trace: Trace, *, accepted: Accepted | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Report:
-    """Judge a whole trace. ``progress`` is told how many records of how many have been looked at."""
+    """Judge a whole trace. ``progress`` is told how many records of how many have been looked at.
+
+    Raises:
+        TraceError: Its ids are too large to analyse; the message names the trace.
+    """
     accepted = Accepted() if accepted is None else accepted
     keeper = Keeper()
     analyzer = Analyzer(keeper)
-    for begin in range(0, len(trace), STEP):
-        analyzer.feed(trace.records[begin : begin + STEP])
-        if progress is not None:
-            progress(min(begin + STEP, len(trace)), len(trace))
+    try:
+        for begin in range(0, len(trace), STEP):
+            analyzer.feed(trace.records[begin : begin + STEP])
+            if progress is not None:
+                progress(min(begin + STEP, len(trace)), len(trace))
+    except TraceError as error:
+        raise TraceError(f"{trace.source}: {error}") from error
     analyzer.finish()
     lookups = analyzer.totals.lookups
     stalls = find_stalls(trace)

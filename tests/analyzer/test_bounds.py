@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hicache_obs.analyzer import Analyzer, check, handover, order, shadow
+from hicache_obs.cli import main
 from hicache_obs.findings import Proof, Verdict
 from hicache_obs.records import (
     AnyRecord,
+    Define,
+    DefineSpace,
     EventId,
+    EventQuery,
     EventRecord,
     EventSync,
     EventWait,
     GraphReplay,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Mode,
     OpId,
+    RecordStream,
     StreamId,
     TensorAlloc,
     TensorFree,
@@ -63,10 +73,11 @@ def test_tables_stop_growing(monkeypatch: pytest.MonkeyPatch, timed: bool) -> No
     for module, name, limit in (
         (shadow, "MAX_GROUPS", 64),
         (shadow, "MAX_KEPT_IDS", 1 << 14),
+        (shadow, "MAX_CALLS", 256),
         (order, "MAX_EVENTS", 512),
         ("hicache_obs.analyzer.verdicts", "MAX_PENDING", 256),
         ("hicache_obs.analyzer.fence_cost", "MAX_WAITS", 256),
-        ("hicache_obs.analyzer.fence_cost", "MAX_MARKS", 256),
+        ("hicache_obs.analyzer.fence_cost", "MAX_ENDS", 256),
         ("hicache_obs.analyzer.fence_cost", "MAX_TRANSFERS", 4),
         ("hicache_obs.analyzer.ownership", "MAX_CHANGES", 256),
         ("hicache_obs.analyzer.taint", "MAX_RECENT", 128),
@@ -99,6 +110,7 @@ def test_allocator_calls_alone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -
     """A trace may have any number of them between two operations, or no operation at all."""
     monkeypatch.setattr("hicache_obs.analyzer.taint.MAX_RECENT", 4)
     monkeypatch.setattr("hicache_obs.analyzer.ownership.MAX_CHANGES", 16)
+    monkeypatch.setattr(shadow, "MAX_CALLS", 8)
     for before in ("", "F:w5 L:w5 "):
         entries = []
         for count in (200, 400):
@@ -139,7 +151,7 @@ def test_the_newest_group_is_kept_whatever_its_size(
     assert [finding.verdict for finding in sink.findings] == verdicts
 
 
-def _many_events(first_op: int, count: int, thread: ThreadId = MAIN) -> list[AnyRecord]:
+def _many_events(first_op: int, count: int, thread: ThreadId = MAIN) -> list[EventRecord]:
     return [EventRecord(OpId(first_op + n), thread, 0, EventId(100 + n), StreamId(3)) for n in range(count)]
 
 
@@ -161,6 +173,73 @@ def test_a_forgotten_event_that_was_observed_is_no_loss(monkeypatch: pytest.Monk
     begin = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A), EventSync(OpId(2), MAIN, 0, EventId(1))]
     end = [EventWait(OpId(9000), MAIN, 0, EventId(1), B), _write(9001, B)]
     assert _proofs([*begin, *_many_events(3, 2 * check.PRUNE_EVERY), *end]) == []
+
+
+def test_a_forgotten_event_that_a_new_thread_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads knew it to be complete; what one does that appears later is doubtful, and no race."""
+    monkeypatch.setattr(order, "MAX_EVENTS", 16)
+    begin = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A), EventSync(OpId(2), MAIN, 0, EventId(1))]
+    noise = [
+        record
+        for event in _many_events(3, check.PRUNE_EVERY)
+        for record in (event, EventSync(OpId(3000), MAIN, 0, event.event))
+    ]
+    wait, end = EventWait(OpId(9000), HELPER, 0, EventId(1), B), _write(9001, B, HELPER)
+    assert _proofs([*begin, wait, end]) == []
+    assert _proofs([*begin, *noise, wait, end]) == [Proof.UNKNOWN]
+    assert _proofs([*begin, *noise, end]) == [Proof.NONE]
+    told = [ThreadPost(OpId(8000), MAIN, 0, 5), ThreadRecv(OpId(8001), HELPER, 0, 5)]
+    assert _proofs([*begin, *noise, *told, wait, end]) == []
+    sync = EventSync(OpId(9000), HELPER, 0, EventId(1))
+    assert _proofs([*begin, *noise, sync, end]) == [Proof.UNKNOWN]
+
+
+def test_a_forgotten_event_of_a_stream_that_followed_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its stream followed only weakly is part of what a wait for it may order."""
+    monkeypatch.setattr(order, "MAX_EVENTS", 16)
+    begin = [
+        _write(0, A),
+        EventRecord(OpId(1), MAIN, 0, EventId(1), A),
+        EventQuery(OpId(2), MAIN, 0, EventId(1), True),
+        EventRecord(OpId(3), MAIN, 0, EventId(2), StreamId(4)),
+        EventRecord(OpId(4), ThreadId(2), 0, EventId(1), StreamId(3)),
+    ]
+    noise = _many_events(5, 2 * check.PRUNE_EVERY, ThreadId(2))
+    wait, end = EventWait(OpId(9000), HELPER, 0, EventId(2), B), _write(9001, B, HELPER)
+    assert _proofs([*begin, wait, end]) == []
+    assert _proofs([*begin, *noise, wait, end]) == [Proof.UNKNOWN]
+    assert _proofs([*begin, *noise, end]) == [Proof.NONE]
+
+
+def test_a_wait_that_teaches_nothing_leaves_later_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten event of which the waiter knows all makes nothing doubtful: not what came before, nor after it."""
+    monkeypatch.setattr(order, "MAX_EVENTS", 16)
+    begin = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A), EventSync(OpId(2), MAIN, 0, EventId(1))]
+    noise = _many_events(3, 2 * check.PRUNE_EVERY)
+    sync = EventSync(OpId(8000), MAIN, 0, EventId(100 + 2 * check.PRUNE_EVERY - 1))
+    wait = EventWait(OpId(8001), MAIN, 0, EventId(1), B)
+    analyzer = Analyzer(RecordingSink())
+    analyzer.feed([*begin, *noise, sync, wait])
+    assert analyzer._order._depth == 1
+    assert _proofs([*begin, *noise, sync, wait, _write(8002, A), _write(8003, B)]) == [Proof.NONE]
+
+
+def test_the_end_of_a_forgotten_transfer_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread that learns of an end long past follows some transfer, nobody knows which."""
+    monkeypatch.setattr(check, "MAX_ENDED", 4)
+
+    def transfers(others: int) -> list[AnyRecord]:
+        found: list[AnyRecord] = []
+        for io in range(others + 1):
+            accesses = (device(Mode.WRITE, PAGE),) if io == 0 else ()
+            found.append(IoBegin(OpId(2 * io), MAIN, 0, io, IoKind.STORAGE_READ, 0, (0, 1), accesses))
+            found.append(IoEnd(OpId(2 * io + 1), MAIN, 0, io))
+        return found
+
+    learns, end = IoEnd(OpId(9000), HELPER, 0, 0), _write(9001, B, HELPER)
+    assert _proofs([*transfers(3), learns, end]) == []
+    assert _proofs([*transfers(4), learns, end]) == [Proof.UNKNOWN]
+    assert _proofs([*transfers(4), end]) == [Proof.NONE]
 
 
 def test_a_forgotten_post_orders_nothing_for_sure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +296,42 @@ def test_forgotten_graphs_and_blocks_are_doubtful(monkeypatch: pytest.MonkeyPatc
 
     assert _proofs(blocks(2)) == [Proof.NONE]
     assert _proofs(blocks(32)) == [Proof.UNKNOWN]
+
+
+@pytest.mark.parametrize(("groups", "told"), [(64, True), (4096, False)])
+def test_check_says_what_it_forgot(
+    groups: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More operations in flight than are kept: a race with one of the first would not be seen."""
+    monkeypatch.setattr(shadow, "MAX_GROUPS", groups)
+    steps = [{"id": f"s{n}", "op": "kernel", "stream": "a", "writes": [n % 3]} for n in range(2 * check.PRUNE_EVERY)]
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps({"steps": steps}))
+
+    assert main(["check", str(path)]) == 0
+    assert ("left a full history before every host thread knew" in capsys.readouterr().out) == told
+
+
+def test_free_blocks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks were freed with work to wait for, so many are known."""
+    monkeypatch.setattr(handover, "MAX_BLOCKS", 8)
+    analyzer = Analyzer(RecordingSink())
+    for block in range(100):
+        head = OpId(block), MAIN, 0
+        analyzer.feed([TensorAlloc(*head, block, block, A), RecordStream(*head, block, B), TensorFree(*head, block)])
+        assert len(analyzer._blocks._returned) <= 8
+
+
+def test_times_of_a_transfer_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come too late for its cost, and do no harm; a newer transfer is measured."""
+    monkeypatch.setattr("hicache_obs.analyzer.fence_cost.MAX_TRANSFERS", 1)
+    monkeypatch.setattr(check, "PRUNE_EVERY", 4)
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([Define(OpId(-1), MAIN, 0, DefineSpace.POOL, 0, "kv", 1), *History("L:w5@0 S:w1 L:w6@0").records])
+    analyzer.feed(Times(OpId(op), MAIN, 0, 100, 200) for op in (0, 2))
+
+    assert [cost.transfer for cost in sink.transfers] == [2]
 
 
 @pytest.mark.parametrize("shape", list(Shape))

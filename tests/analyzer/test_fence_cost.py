@@ -108,6 +108,16 @@ def test_a_busy_transfer_stream_does_not_wait_for_the_fence() -> None:
     assert (cost.waited_ns, cost.avoidable_ns) == (3000, 3000)
 
 
+@pytest.mark.parametrize(("passed", "avoidable"), [(8000, 0), (5000, 1000)], ids=["stood still", "passed at once"])
+def test_another_wait_whose_work_was_not_measured(passed: int, avoidable: int) -> None:
+    """If the stream stood still for it until 8,000 the copy could not have begun before, fence or no fence."""
+    #        0    1    2    3   4
+    text = "F:w6 X:w1 L<<F L<X L:w5"
+    times = {0: (500, 5000), 2: (2000, 5000), 3: (5000, passed), 4: (passed, passed + 500)}
+
+    assert (the_fence(text, times).waited_ns, the_fence(text, times).avoidable_ns) == (1000, avoidable)
+
+
 def test_write_back_fences_are_measured_too() -> None:
     """Reading a page a round still writes is the conflict here."""
     cost = the_fence("F:w5 B<<F B:r5W1", {0: (500, 9000), 1: (1000, 9000), 2: (9000, 9500)})

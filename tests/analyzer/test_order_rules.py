@@ -13,12 +13,23 @@ from hicache_obs.findings import Cause, Hazard, Proof, Verdict
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
+    Access,
+    DropReason,
     GraphNode,
     GraphReplay,
+    IoBegin,
+    IoEnd,
+    IoKind,
+    Kernel,
+    Lost,
+    Memcpy,
     Mode,
     OpId,
     Relocate,
+    Space,
     StreamId,
+    TensorAlloc,
+    TensorFree,
     ThreadId,
     Times,
     device,
@@ -74,6 +85,7 @@ def test_pair(racy: str, ordered: str) -> None:
         ("F:w5 L:w5", Hazard.WAW_FORWARD_RESTORE),
         ("F:r5 L:w5", Hazard.WAR_FORWARD_RESTORE),
         ("F:r5w5 L:w5", Hazard.WAW_FORWARD_RESTORE),
+        ("L:w5 F:w5", Hazard.WAW_FORWARD_RESTORE),
         ("L:w5 F:r5", Hazard.RAW_RESTORE_FORWARD),
         ("F:w5 B:r5W1", Hazard.RAW_FORWARD_BACKUP),
         ("B:r5W1 F:w5", Hazard.WAR_BACKUP_FORWARD),
@@ -262,6 +274,19 @@ def test_a_replay_that_lacks_entries_is_over_with_the_next_one() -> None:
         assert sink.pairs == pairs
 
 
+@pytest.mark.parametrize(("graph", "pairs"), [(1, []), (2, [(0, 2)])])
+def test_a_replay_that_was_cut_off_by_a_loss_still_precedes_the_next(graph: int, pairs: list[tuple[int, int]]) -> None:
+    """What was read of it is ordered before the next replay of that graph on any stream; of another graph it is not."""
+    entry = GraphNode(OpId(1), ThreadId(0), 0, 0, IN_ORDER, None, (0, 1), (device(Mode.WRITE, page_ids([5])),))
+    lost = Lost(OpId(-1), ThreadId(0), 0, 1, DropReason.RING_FULL)
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([_replay(0, 1, 1, nodes=2), entry, lost, _replay(2, graph, 2)])
+    analyzer.finish()
+
+    assert sink.pairs == pairs
+
+
 def test_totals() -> None:
     """Pages of a restore count once, those that were touched before also as pairs; losses add up."""
     analyzer = Analyzer(RecordingSink())
@@ -329,3 +354,66 @@ def test_page_numbers_of_any_size_in_any_order(pages: str) -> None:
     assert analyse(f"F:w{pages} L:w{top}").pairs == [(0, 1)]
     assert analyse(f"F:w{top} L:w{pages}").pairs == [(0, 1)]
     assert analyse(f"F:w{pages} L<F L:w{top}").pairs == []
+
+
+@pytest.mark.parametrize(
+    ("text", "secondary"),
+    [
+        ("F:w5 L:w5 L:w5", [False, True]),
+        ("F:w5 L:w5 h+5 L:w5", [False, True]),  # both are reported at the end: the page got its owner before that
+        ("F:w5 L:w5 L:w6", [False]),
+        ("F:w5,6 L:w5 L:w6 L:w6", [False, False, True]),
+        ("F:w5,6 L:w5 L:w5,6", [False, True]),  # one page of two is enough
+    ],
+)
+def test_a_page_that_raced_before(text: str, secondary: list[bool]) -> None:
+    """Later races of the same page are told apart: they may be consequences."""
+    assert [finding.secondary for finding in analyse(text).findings] == secondary
+
+
+@pytest.mark.parametrize(("given", "secondary"), [("h+5", False), ("h+6", True), ("h-5", True)])
+def test_a_new_owner_is_not_to_blame(given: str, secondary: bool) -> None:
+    """A page that is given out again starts afresh; another page, or giving it away, does not do that."""
+    records = History(f"F:w5 L:w5 {given} S<F S<L L<F S:w5 L:w5").records
+    first, second = (record.op for record in records if isinstance(record, Memcpy))
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    for record in records:
+        analyzer.feed([record])
+        if record.op in (first, second):
+            analyzer.feed([Times(record.op, record.thread, 0, 0, 100)])
+    analyzer.finish()
+
+    assert [finding.secondary for finding in sink.findings if not finding.misuse and finding.earlier.op == 6] == [
+        secondary
+    ]
+
+
+@pytest.mark.parametrize("freed", [0, 1, None])
+def test_one_freed_block_is_enough(freed: int | None) -> None:
+    """Two operations share two blocks; the allocator got one of them back in between."""
+    both = (Access(Space.BUFFER, Mode.WRITE, page_ids([0, 1])),)
+    work = [Kernel(OpId(op), ThreadId(0), 0, StreamId(op), 0, op, 0, ALL_LAYERS, both) for op in (10, 20)]
+    tensors = [TensorAlloc(OpId(block), ThreadId(0), 0, block, block, StreamId(10)) for block in (0, 1)]
+    frees = [] if freed is None else [TensorFree(OpId(15), ThreadId(0), 0, freed)]
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([*tensors, work[0], *frees, work[1]])
+    analyzer.finish()
+
+    assert [finding.hazard for finding in sink.findings] == [Hazard.METADATA_WAR if freed is None else Hazard.LIFETIME]
+
+
+def test_transfers_one_after_the_other_share_a_clock() -> None:
+    """One for each that is under way at once, not for each that there ever was."""
+
+    def actors(together: int) -> int:
+        analyzer = Analyzer(RecordingSink())
+        for first in range(0, 40, together):
+            ios = range(first, first + together)
+            analyzer.feed(IoBegin(OpId(io), ThreadId(0), 0, io, IoKind.STORAGE_READ, 0, (0, 1), ()) for io in ios)
+            analyzer.feed(IoEnd(OpId(io), ThreadId(0), 0, io) for io in ios)
+        return analyzer._order.actors
+
+    assert actors(2) == actors(1) + 1
+    assert actors(4) == actors(1) + 3

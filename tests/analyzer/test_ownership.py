@@ -152,6 +152,9 @@ def test_whoever_moves_pages_keeps_books_of_their_own() -> None:
     assert told(call("free"), move, kernel(reads=[5])) == []
     assert told(call("alloc"), move, kernel(reads=[5])) == []
     assert told(call("free", 7), move) == [("s1", "s2")]
+    reported = call("free"), kernel(writes=[5])
+    assert told(*reported, move, call("alloc"), kernel(reads=[5])) == [("s1", "s2")]
+    assert told(*reported, call("alloc"), kernel(reads=[5])) == [("s1", "s2"), ("s3", "s4")]
 
 
 def test_host_pages_and_transfers_in_no_stream() -> None:

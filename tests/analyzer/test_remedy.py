@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hicache_obs.analyzer import Analyzer, explain
-from hicache_obs.analyzer.remedy import MAX_PLANNED, Remedy, RemedyKind, public_report, remedies, timeline
+from hicache_obs.analyzer.remedy import MAX_PLANNED, Remedy, RemedyKind, Timeline, public_report, remedies, timeline
 from hicache_obs.cli import main
 from hicache_obs.findings import Finding
 from hicache_obs.readers.scenario import parse_scenario
@@ -154,3 +154,21 @@ def test_a_fence_that_does_not_work_is_none(text: str) -> None:
     (finding,) = findings(timed(text, {}))
 
     assert public_report(finding) == "https://github.com/sgl-project/sglang/pull/36738"
+
+
+def test_a_trace_as_long_as_the_plan_goes() -> None:
+    """One record more, and nothing is planned."""
+    trace = scenario([{"op": "kernel", "stream": "a", "writes": [5]}, {"op": "kernel", "stream": "b", "writes": [5]}])
+    records = list(trace)
+    filled = [*records, *[records[0]] * (MAX_PLANNED - len(records))]
+
+    assert timeline(make_trace("t", filled, planned_ns=trace.planned_ns)).spans
+    assert not timeline(make_trace("t", [*filled, records[0]], planned_ns=trace.planned_ns)).spans
+
+
+def test_what_is_known_of_times() -> None:
+    """Measured or not, each call has its time; the first operation's id is 0."""
+    assert timeline(timed("F:w5 L:w5", {})).calls == {0: 0, 1: 1000}
+    assert not timeline(timed("F:w5 L:w5", {})).measured
+    assert timeline(timed("F:w5 L:w5", {0: (5, 6)})).measured
+    assert not Timeline().measured

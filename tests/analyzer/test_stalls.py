@@ -11,7 +11,15 @@ import pytest
 
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.plan import NEVER, Plan, plan
-from hicache_obs.analyzer.stalls import MAX_RECORDS, StallReport, _Search, find_stalls
+from hicache_obs.analyzer.stalls import (
+    MAX_RECORDS,
+    Stall,
+    StallCause,
+    StallClass,
+    StallReport,
+    _Search,
+    find_stalls,
+)
 from hicache_obs.readers.scenario import parse_scenario
 from hicache_obs.records import (
     AnyRecord,
@@ -428,3 +436,49 @@ def test_the_plan_orders_what_the_analyzer_orders() -> None:
             if made.awaited:
                 left = planned.unordered(conflicts, planned.without(made, {}))
                 assert planned.pairs(left) == analyzed([r for r in records if r is not made.record]), seed
+
+
+def test_a_report_that_would_race_is_cut_down() -> None:
+    """What the analyzer does not confirm is left out, one by one: of two waits alike the second."""
+    steps = [kernel("a", 500, writes=[5]), fence("b", "a"), fence("b", "a"), fence("c", "a"), kernel("b", writes=[5])]
+    trace = trace_of([*steps, kernel("c", writes=[7])])
+    search = _Search(trace)
+    fences = [record for record in trace if isinstance(record, WaitStream)]
+    proposed = [
+        (record, Stall(StallClass.OVER_SYNC, StallCause.COARSE_FENCE, record.op, "stream:b", 500_000))
+        for record in fences
+    ]
+
+    assert [stall.at for stall in search._confirmed([proposed[0], proposed[2]])] == [fences[0].op, fences[2].op]
+    assert [stall.at for stall in search._confirmed(proposed)] == [fences[0].op, fences[2].op]
+
+
+def test_a_search_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache_obs.analyzer.stalls.MAX_PLANNED", -1)
+    steps = [kernel("a", 500, writes=[5]), fence("b", "a"), kernel("b", writes=[6])]
+    report = find_stalls(trace_of(steps))
+
+    assert report.stalls == ()
+    assert report.note.startswith("stalls searched in part")
+
+
+def test_ranks_that_enter_different_collectives_in_another_order() -> None:
+    """Nobody left one out: reported at the lowest rank's, in whatever order the file has them."""
+    ranks = [collective("a", 1), collective("b", 0), collective("b", 1), collective("a", 0)]
+    for steps in (ranks, [ranks[1], ranks[0], *ranks[2:]]):
+        (stall,) = stalls(steps)
+        assert (stall["at"], stall["waiter"]) == (f"s{1 + steps.index(ranks[1])}", "thread:r0")
+
+
+def test_a_rank_that_enters_more_often_waits_for_nobody() -> None:
+    """A collective that the other rank has not come to yet returns; one that it never left does too."""
+    steps = [collective("x", 0), collective("x", 1, 300), collective("x", 0), kernel("a", 5, thread="r0")]
+    assert calls_us(steps)["s3"] == (300, 302)
+    steps = [*steps[:3], collective("z", 1), kernel("a", 5, thread="r0")]
+    assert runs_us(steps).get("s5", (NEVER / 1e3,))[0] >= NEVER / 1e3
+    steps = [collective("x", 0), collective("x", 1), collective("x", 2), collective("y", 0), collective("y", 1, 300)]
+    assert calls_us([*steps, kernel("a", 5, thread="r2")])["s4"] == (2, 302)
+
+
+def test_a_call_is_over_long_before_what_it_issued() -> None:
+    assert calls_us([kernel("a", 100), fence("b", "a"), kernel("b", 5)]) == {"s1": (0, 2), "s2": (2, 4), "s3": (4, 6)}

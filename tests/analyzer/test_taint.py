@@ -511,3 +511,47 @@ def test_json() -> None:
         "complete": True,
         "exact": False,
     }
+
+
+@pytest.mark.parametrize(("page", "rounds"), [(5, ()), (4, (4,))])
+def test_a_radius_that_was_asked_for_is_not_kept_beyond_an_allocation(page: int, rounds: tuple[int, ...]) -> None:
+    """What came since the last answer counts, owners too."""
+    records = History(f"F:w5 L:w5 F<L h+{page} F:r5w6").records
+    analyzer = Analyzer(RecordingSink())
+    analyzer.feed(records[:-1])
+    assert analyzer.blast_radius((OpId(0), OpId(1))).device_pages == ((0, 5),)
+    analyzer.feed(records[-1:])
+    assert analyzer.blast_radius((OpId(0), OpId(1))).rounds == rounds
+
+    analyzer = Analyzer(RecordingSink())
+    analyzer.feed(records[:-2])
+    analyzer.blast_radius((OpId(0), OpId(1)))
+    analyzer.feed(records[-2:])
+    assert analyzer.blast_radius((OpId(0), OpId(1))).rounds == rounds
+
+
+def test_a_race_without_a_radius_lends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One race is told apart; another kind has no radius, and its fingerprint must not name the first one's."""
+    monkeypatch.setattr(taint, "MAX_SOURCES", 1)
+    analyzer, findings = analysed("F:w5 L:w5 S:w1 B:r1W1")
+    first, second = findings
+    assert analyzer.blast_radius(first.fingerprint).device_pages == ((0, 5),)
+    assert analyzer.blast_radius(second.fingerprint).device_pages == ()
+    assert not analyzer.blast_radius(second.fingerprint).complete
+
+
+@pytest.mark.parametrize(("page", "rounds"), [(5, ()), (4, (1005,))])
+def test_owners_are_known_however_many_allocations_came(
+    page: int, rounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All operations are forgotten, then the allocations behind them: the page has its new owner all the same."""
+    monkeypatch.setattr(taint, "MAX_RECENT", 8)
+    analyzer = Analyzer(RecordingSink())
+    analyzer.feed(History("F:w5 L:w5 F<L").records)
+    given = History(f"h+{page} " + "h+9 " * 200).records
+    analyzer.feed(given)
+    round_ = History("F:w5 F:r5w6").records[-1]
+    assert isinstance(round_, Kernel)
+    fields = (0, round_.stream, 0, 1005, 0, ALL_LAYERS, round_.accesses)
+    analyzer.feed([Kernel(OpId(1005), MAIN, *fields)])
+    assert analyzer.blast_radius((OpId(0), OpId(1))).rounds == rounds

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,47 @@ def test_a_package_that_is_not_installed(tmp_path: Path, package: str, arguments
     name = package.replace("_", "-")
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr == f"hicache-obs: this needs the package {name}, which is not installed: pip install {name}\n"
+
+
+LARGEST = 2**26 - 1
+UNDER_A_LIMIT = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+from hicache_obs.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def _scattered(ids: range, pools: tuple[str, ...]) -> str:
+    """A race on every 512th page: one id for each 4 KiB of a table of eight bytes per page."""
+    names = [pool + str(page) if pool else page for pool in pools for page in ids]
+    owned = {"pool": "device", "pages": [name for name in names if isinstance(name, int)]}
+    work = [{"id": f"s{number}", "op": "kernel", "stream": f"a{number}", "writes": names} for number in range(3)]
+    alloc, free = ({"id": op, "op": op, **owned} for op in ("alloc", "free"))
+    return json.dumps({"steps": [work[0], alloc, work[1], free, work[2]]})
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (_scattered(range(511, LARGEST + 1, 512), ("",)), "page or buffer id *: tables *more than 1024 MiB"),
+        (_scattered(range(LARGEST, LARGEST + 1), ("", "b:", "c:", "d:")), "page or buffer id 67108863: tables *"),
+        (_scattered(range(0, LARGEST // 4, 1 << 16), ("",)), ""),
+    ],
+    ids=["one pool", "many pools", "a quarter of it"],
+)
+@commands
+def test_large_ids_take_bounded_memory(tmp_path: Path, text: str, error: str, command: str) -> None:
+    """Tables are as long as the largest id: what all of them may take is bounded, and said where it does not do."""
+    path = tmp_path / "hostile.json"
+    path.write_text(text)
+    run = subprocess.run(
+        [sys.executable, "-c", UNDER_A_LIMIT, command, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert run.returncode == (2 if error else int(command == "check")), run.stderr
+    assert fnmatch(run.stderr, f"hicache-obs: {path}: {error}\n" if error else "")
