@@ -132,7 +132,7 @@ def show_findings(report: Report) -> None:
         if acceptance is not None:
             click.echo(fit(f"  accepted until {acceptance.expires}: {acceptance.reason}", indent=FINDING_INDENT))
     for stall in report.stalls.stalls:
-        click.echo(fit(_stall_line(report.trace, stall), indent=2))
+        click.echo(fit(stall_line(report.trace, stall), indent=2))
     for note in report.notes:
         click.echo(fit(f"  {note}", indent=2))
     hidden = len(report.keeper.findings) - SHOWN
@@ -233,7 +233,7 @@ def _tainted(trace: Trace, radius: BlastRadius) -> dict[str, Any]:
     }
 
 
-def _stall_line(trace: Trace, stall: Stall) -> str:
+def stall_line(trace: Trace, stall: Stall) -> str:
     """One line for people."""
     text = f"  {stall.kind.value} ({stall.cause.value}) at {trace.label(stall.at)}: {stall.waiter} "
     text += "waits for ever" if stall.blocked_ns is None else f"stands still for {stall.blocked_ns / 1e3:,.0f} us"
