@@ -145,9 +145,8 @@ class Section:
     def data(self) -> dict[str, Any]:
         """What ``report.js`` needs for the charts."""
         assert self.drawing is not None
-        places = self.drawing.places(
-            op for card in self.cards for pair in card.pairs for op in (pair.earlier, pair.later)
-        )
+        sides = (op for card in self.cards for pair in card.pairs for op in (pair.earlier, pair.later))
+        places = self.drawing.places(sides)
         pairs = [
             [places.get(pair.earlier, -1), places.get(pair.later, -1), number]
             for number, card in enumerate(self.cards)
@@ -201,17 +200,16 @@ def _headline(sections: Sequence[Section]) -> str:
     for word in ("VIOLATED", "NOT DECIDABLE", "NOTHING CHECKED", "ACCEPTED", "SAFE"):
         count = sum(section.word == word for section in sections)
         if count:
-            return f"{word}: so are {count} of {len(sections)} recordings; each has its own verdict below"
+            return f"{word}: {count} of {len(sections)} recordings; each has its own verdict below"
     raise AssertionError("no section has a verdict")
 
 
 def _policy(scripts: Sequence[str]) -> str:
     """What the document may do: run exactly these scripts, and style itself."""
-    hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
-    )
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
     return (
-        f"default-src 'none'; script-src {hashes or "'none'"}; style-src 'unsafe-inline'; img-src data:; "
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
 

@@ -139,8 +139,7 @@
       const bounds = [-this.margin, span + this.margin];
       this.range = new Bokeh.Range1d({ start: bounds[0], end: bounds[1], bounds, min_interval: MIN_SPAN });
       this.figure = this.axes(this.range, [-lanes.length + 0.4, 0.6], lanes.length * ROW_PX + 70);
-      const [axis] = this.figure.xaxes ?? [this.figure.xaxis];
-      axis.axis_label = this.issued
+      this.figure.below[0].axis_label = this.issued
         ? 'place in issue order: there are no device times'
         : `time since the first operation, ${this.data.basis}`;
       const most = this.place.clientWidth < NARROW_PX ? 9 : 16;
@@ -160,7 +159,7 @@
         chosen: figure.quad({ ...box, fill_alpha: 0, line_width: 3, source: sources.chosen }),
         link: figure.segment({
           x0: { field: 'x0' }, y0: { field: 'y0' }, x1: { field: 'x1' }, y1: { field: 'y1' }, line_width: 2,
-          line_dash: [6, 3], source: sources.link,
+          line_dash: 'dashed', source: sources.link,
         }),
         spoiled: figure.scatter({ x: { field: 'x' }, y: { field: 'y' }, marker: 'x', size: 7, line_width: 2, source: sources.spoiled }),
         earlier: figure.scatter({
@@ -184,17 +183,17 @@
       });
       const side = this.place.clientWidth < NARROW_PX ? SIDE_PX * 0.6 : SIDE_PX;
       figure.min_border_left = side;
-      figure.yaxis.fixed_location = null;
-      figure.xaxis.formatter.doFormat = (ticks) => this.ticks(ticks);
-      figure.xaxis.ticker.desired_num_ticks = this.place.clientWidth < NARROW_PX ? 3 : 7;
-      figure.xaxis.ticker.num_minor_ticks = 0;
+      const [axis] = figure.below;
+      axis.formatter.doFormat = (ticks) => this.ticks(ticks);
+      axis.ticker.desired_num_ticks = this.place.clientWidth < NARROW_PX ? 3 : 7;
+      axis.ticker.num_minor_ticks = 0;
       return figure;
     }
 
     names(figure, places) {
       // PlainText: a name with $$ in it would otherwise be typeset, by a library from the network.
-      figure.yaxis.ticker = new Bokeh.FixedTicker({ ticks: places.map(([y]) => y), minor_ticks: [] });
-      figure.yaxis.major_label_overrides = new Map(places.map(([y, text]) => [y, new Bokeh.PlainText({ text })]));
+      figure.left[0].ticker = new Bokeh.FixedTicker({ ticks: places.map(([y]) => y), minor_ticks: [] });
+      figure.left[0].major_label_overrides = new Map(places.map(([y, text]) => [y, new Bokeh.PlainText({ text })]));
     }
 
     ticks(ticks) {
@@ -393,6 +392,8 @@
     // -- maps of pages ----------------------------------------------------------------------------------------
 
     async buildMaps() {
+      if (!this.data.maps.length) return;
+      this.section.querySelector('.pages').hidden = false;
       const places = this.section.querySelector('.maps');
       for (const map of this.data.maps) {
         const title = document.createElement('p');
@@ -442,7 +443,7 @@
         Object.assign(figure, {
           background_fill_color: color('ground'), border_fill_color: color('ground'), outline_line_color: color('line'),
         });
-        for (const axis of [figure.xaxis, figure.yaxis])
+        for (const axis of [figure.below[0], figure.left[0]])
           axis.setv({
             axis_line_color: color('quiet'), major_tick_line_color: color('quiet'), minor_tick_line_color: null,
             major_label_text_color: color('text'), axis_label_text_color: color('quiet'), axis_label_text_font_style: 'normal',
@@ -479,6 +480,7 @@
         entries.push(['avoidable part of a wait', 'M1 2h20v10H1zM1 12 11 2M6 12 16 2M11 12 21 2', 'none', color('text')]);
       if (this.data.pairs.length) {
         entries.push(['earlier access', 'M11 2 17 12H5z', 'none', race], ['later access', 'M11 12 17 2H5z', race, race]);
+        entries.push(['missing order', 'M1 12 21 2', 'none', race]);
         entries.push(['spoiled since, or at most', 'M6 2 16 12M16 2 6 12', 'none', race]);
       }
       this.section.querySelector('.legend').replaceChildren(...entries.map(([name, path, fill, line]) => {
@@ -514,7 +516,7 @@
       const of = (name) => this.columns[`ops.${name}`][row];
       const [group, low, high] = [of('group'), of('low'), of('high')];
       const groups = this.data.groups || (ROUNDS.has(of('kind')) ? 'round' : 'transfer');
-      const layers = high ? `, layers ${low} to ${high - 1}` : '';
+      const layers = !high ? '' : high === low + 1 ? `, layer ${low}` : `, layers ${low} to ${high - 1}`;
       const when = this.issued ? `place ${this.when(row)} in issue order` : `from ${this.when(row)}, takes ${this.took(row)}`;
       return `${this.label(row)} on ${this.data.lanes[this.lane(row)]}: ${this.what(row)}, ${groups} ${group}${layers}; ${when}; ` +
         this.data.accesses[of('access')];

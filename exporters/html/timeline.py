@@ -222,8 +222,8 @@ def draw_trace(
     basis = Basis.ISSUED if not times.spans else Basis.MEASURED if times.measured else Basis.PLANNED
     labels = trace.labels if len(trace.labels) < MAX_TEXTS else {}
     return _arranged(
-        [made.lane_name(lane) for lane in made.lanes], _columns(made.rows), waits, made.names.texts, made.accesses.texts,
-        labels, "op ", "", basis, left_out, first,
+        [made.lane_name(lane) for lane in made.lanes], _columns(made.rows), waits, made.names.texts,
+        made.accesses.texts, labels, "op ", "", basis, left_out, first,
     )  # fmt: skip
 
 
@@ -382,15 +382,16 @@ def draw_profile(profile: Profile, *, first: Iterable[OpId] = ()) -> Drawing:
     nothing = np.zeros(len(ops), np.int64)
     columns = {
         "lane": np.where(timed, ops.stream, -1), "kind": kinds[ops.kind], "start": ops.start_ns, "end": ops.end_ns,
-        "op": rows, "group": ops.correlation, "low": nothing, "high": nothing, "name": table[ops.name], "access": nothing,
+        "op": rows, "group": ops.correlation, "low": nothing, "high": nothing,
+        "name": table[ops.name], "access": nothing,
     }  # fmt: skip
     untimed = int((~timed).sum())
     left_out = [f"{untimed:,} operations without usable times are not on the timeline"] if untimed else []
     left_out.append("a profile does not say how long a stream stood still, so no waits are drawn")
     empty = {name: [] for name in ("lane", "start", "end", "avoidable", "op")}
     return _arranged(
-        lanes, columns, empty, texts.texts, ["a profile does not say which pages"], {}, "row ", "correlation id", Basis.MEASURED,
-        left_out, first,
+        lanes, columns, empty, texts.texts, ["a profile does not say which pages"], {}, "row ", "correlation id",
+        Basis.MEASURED, left_out, first,
     )  # fmt: skip
 
 

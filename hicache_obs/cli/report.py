@@ -74,9 +74,7 @@ def check_output(output: Path, inputs: Sequence[Path]) -> None:
         if not os.access(output.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"--output {output}: directory {output.parent} cannot be written to")
         if output.exists() and not (output.is_file() and _is_report(output)):
-            raise ConfigError(
-                f"--output {output}: exists and is no report; expected a new name, or a report to replace"
-            )
+            raise ConfigError(f"--output {output}: exists and is no report; only a report is replaced")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         if isinstance(error, ConfigError):
             raise

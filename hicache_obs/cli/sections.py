@@ -33,6 +33,7 @@ from hicache_obs.exporters.html.timeline import draw_profile, draw_trace
 from hicache_obs.findings import Finding, Hazard, Verdict
 from hicache_obs.readers.profile import Profile
 from hicache_obs.records import OpId
+from hicache_obs.trace import Trace
 
 MAX_CARDS: Final = 50
 """Fingerprints with a card of their own; the others are rows of a table."""
@@ -128,11 +129,14 @@ def _card(report: Report, defect: Defect, findings: Sequence[Finding], times: Ti
         accepted="" if acceptance is None else f"until {acceptance.expires}: {acceptance.reason}",
         replay=f"{replay} --between {between}" if replay and not finding.misuse else "",
         link=public_report(finding),
-        pairs=[
-            Pair(f.earlier.op, f.later.op, f"{trace.label(f.earlier.op)} → {trace.label(f.later.op)}") for f in findings
-        ],
+        pairs=[_pair(trace, finding) for finding in findings],
         radius=radius,
     )
+
+
+def _pair(trace: Trace, finding: Finding) -> Pair:
+    earlier, later = finding.earlier.op, finding.later.op
+    return Pair(earlier, later, f"{trace.label(earlier)} → {trace.label(later)}")
 
 
 def _explained(text: str) -> tuple[list[str], list[tuple[str, str]]]:
@@ -170,10 +174,9 @@ def _coverage(report: Report) -> list[str]:
     judged = [f"{verdicts[verdict]:,} {verdict.value}" for verdict in _ORDER if verdicts[verdict]]
     checked = [f"{hazard.value} {pages:,}" for hazard, pages in sorted(report.keeper.checked.items()) if pages]
     lines = [f"Operation pairs: {', '.join(judged)}." if judged else "No operation pair without a proven order."]
-    if report.keeper.weak:
-        lines.append(
-            f"{len(report.keeper.weak):,} pairs are ordered only by something weak, such as a successful query."
-        )
+    weak = len(report.keeper.weak)
+    if weak:
+        lines.append(f"{weak:,} pairs are ordered only by something weak, such as a successful query.")
     if checked:
         lines.append(f"Pages looked up: {', '.join(checked)}.")
     return [*lines, f"{report.analyzer.totals.records:,} records read."]
@@ -189,16 +192,12 @@ def _blind(report: Report, left_out: Iterable[str], kinds: int, first: Sequence[
     if keeper.skipped:
         lines.append(f"{keeper.skipped:,} findings of further kinds, beyond the first {kinds:,}")
     lines += left_out
-    pairs = sum(keeper.verdicts.values())
-    if pairs > len(first) // 2:
-        lines.append(
-            f"{len(first) // 2:,} of {pairs:,} operation pairs of findings can be stepped through, the worst first"
-        )
+    pairs, shown = sum(keeper.verdicts.values()), len(first) // 2
+    if pairs > shown:
+        lines.append(f"{shown:,} of {pairs:,} operation pairs of findings can be stepped through, the worst first")
     unseen = [hazard.value for hazard in Hazard if not keeper.checked[hazard]]
     if unseen:
-        lines.append(
-            f"no pages of these kinds of race were in the recording, which is not the same as none: {', '.join(unseen)}"
-        )
+        lines.append(f"kinds of race that nothing was checked for, which is not the same as none: {', '.join(unseen)}")
     lines.append("host code that did not run, and what was not recorded: a verdict is about this recording only")
     return lines
 
