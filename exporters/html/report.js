@@ -233,8 +233,9 @@
       this.drawWaits(grid);
       this.drawMarks(grid);
       for (const map of this.maps) map.range.setv({ start: from, end: to });
+      const { left, top, height } = this.view.frame.bbox;
       Object.assign(this.place.dataset, {
-        mode: exact ? 'exact' : 'summed', drawn: this.sources.ops.data.left.length, inView: count, from, to,
+        frame: [left, top, width, height].join(' '), mode: exact ? 'exact' : 'summed', drawn: this.sources.ops.data.left.length, inView: count, from, to,
       });
       const how = exact ? 'each drawn as it ran' : `too many to draw: columns are as high as the share of time in use`;
       this.section.querySelector('.view').textContent =

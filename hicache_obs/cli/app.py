@@ -32,9 +32,8 @@ COMMANDS: Final = {
 
 
 PACKAGES: Final = {
-    **{
-        name: name for name in ("bokeh", "jinja2", "jsonschema", "msgspec", "numpy", "nvtx", "pyarrow", "rich", "torch")
-    },
+    **{name: name for name in ("jsonschema", "msgspec", "numpy", "nvtx", "pyarrow", "rich", "torch")},
+    **dict.fromkeys(("bokeh", "jinja2"), "'hicache-obs[report]'"),
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
 }

@@ -75,10 +75,8 @@ def check_output(output: Path, inputs: Sequence[Path]) -> None:
             raise ConfigError(f"--output {output}: directory {output.parent} cannot be written to")
         if output.exists() and not (output.is_file() and _is_report(output)):
             raise ConfigError(f"--output {output}: exists and is no report; only a report is replaced")
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"--output {output}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise ConfigError(f"--output {output}: {error.strerror}") from None
 
 
 def _same(one: Path, other: Path) -> bool:
