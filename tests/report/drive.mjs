@@ -60,25 +60,31 @@ for (const step of steps) {
   await doers[name](argument);
   await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
   found.states.push(await page.evaluate(() => {
-    const colours = (canvas) => {
-      const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
-      const seen = new Set();
-      for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) seen.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
-      return seen.size;
-    };
     const plot = document.querySelector('.timeline');
-    const deep = (root) => [...root.querySelectorAll('*')].flatMap((e) => [e, ...(e.shadowRoot ? deep(e.shadowRoot) : [])]);
     return {
       ...plot?.dataset,
       readout: document.querySelector('.readout')?.textContent,
       view: document.querySelector('.view')?.textContent,
       listed: [...document.querySelectorAll('.listing tbody tr')].map((row) => row.innerText),
       open: [...document.querySelectorAll('.card')].map((card) => card.open),
-      canvases: plot ? deep(plot).filter((e) => e.tagName === 'CANVAS').map(colours) : [],
     };
   }));
   found.states.at(-1).took_ms = Date.now() - start;
 }
+// Colours on the canvases of the timeline: of a copy, for reading a canvas makes it slow.
+found.colours = await page.evaluate(() => {
+  const deep = (root) => [...root.querySelectorAll('*')].flatMap((e) => [e, ...(e.shadowRoot ? deep(e.shadowRoot) : [])]);
+  const seen = new Set();
+  const plot = document.querySelector('.timeline');
+  for (const canvas of plot ? deep(plot).filter((e) => e.tagName === 'CANVAS' && e.width && e.height) : []) {
+    const context = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', { willReadFrequently: true });
+    context.drawImage(canvas, 0, 0);
+    const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
+    for (let i = 0; i < data.length; i += 4)
+      if (data[i + 3] === 255) seen.add(`#${((1 << 24) | (data[i] << 16) | (data[i + 1] << 8) | data[i + 2]).toString(16).slice(1)}`);
+  }
+  return [...seen];
+});
 found.clipboard = await page.evaluate(() => navigator.clipboard.readText()).catch(() => null);
 found.width = await page.evaluate(() => document.documentElement.scrollWidth);
 found.text = await page.evaluate(() => document.body.innerText);
