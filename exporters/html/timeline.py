@@ -388,7 +388,7 @@ def draw_profile(profile: Profile, *, first: Iterable[OpId] = ()) -> Drawing:
     untimed = int((~timed).sum())
     left_out = [f"{untimed:,} operations without usable times are not on the timeline"] if untimed else []
     left_out.append("a profile does not say how long a stream stood still, so no waits are drawn")
-    empty = {name: [] for name in ("lane", "start", "end", "avoidable", "op")}
+    empty: dict[str, list[int]] = {name: [] for name in ("lane", "start", "end", "avoidable", "op")}
     return _arranged(
         lanes, columns, empty, texts.texts, ["a profile does not say which pages"], {}, "row ", "correlation id",
         Basis.MEASURED, left_out, first,

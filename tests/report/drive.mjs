@@ -45,10 +45,11 @@ const doers = {
   },
   wheel: async ([x, lane, turns]) => {
     await page.mouse.move(...(await place(x, lane)));
+    const to = await page.locator('.timeline').first().getAttribute('data-to');
     await page.keyboard.down('Control');
     await page.mouse.wheel(0, turns);
+    await page.waitForFunction((before) => document.querySelector('.timeline').dataset.to !== before, to, { timeout: 10000 });
     await page.keyboard.up('Control');
-    await page.waitForTimeout(200); // Bokeh gathers turns of the wheel
   },
   scheme: (colorScheme) => page.emulateMedia({ colorScheme }),
   shot: (path) => page.screenshot({ path, fullPage: true, type: path.endsWith('.jpg') ? 'jpeg' : 'png' }),
