@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from hicache_obs.analyzer import explain
+from hicache_obs.analyzer.fence_cost import FENCES
 from hicache_obs.analyzer.remedy import Timeline, public_report, timeline
 from hicache_obs.analyzer.tally import Defect
 from hicache_obs.cli.judge import (
@@ -32,7 +33,7 @@ from hicache_obs.exporters.html.heat_map import heat_maps
 from hicache_obs.exporters.html.timeline import draw_profile, draw_trace
 from hicache_obs.findings import Finding, Hazard, Verdict
 from hicache_obs.readers.profile import Profile
-from hicache_obs.records import OpId
+from hicache_obs.records import EventWait, OpId, WaitStream
 from hicache_obs.trace import Trace
 
 MAX_CARDS: Final = 50
@@ -191,6 +192,10 @@ def _blind(report: Report, left_out: Iterable[str], kinds: int, first: Sequence[
     ]
     if keeper.skipped:
         lines.append(f"{keeper.skipped:,} findings of further kinds, beyond the first {kinds:,}")
+    fences = sum(isinstance(r, EventWait | WaitStream) and r.purpose in FENCES for r in report.trace)
+    if fences > len(keeper.fence_costs):
+        unpriced = fences - len(keeper.fence_costs)
+        lines.append(f"what {unpriced:,} of {fences:,} fences cost: their times are missing or came too late")
     lines += left_out
     pairs, shown = sum(keeper.verdicts.values()), len(first) // 2
     if pairs > shown:

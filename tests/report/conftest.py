@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -123,13 +124,15 @@ class Engine:
         for number, name in enumerate(NAMES):
             yield Define(NO_OP, _THREAD, 0, DefineSpace.STREAM, number, name)
             yield Define(NO_OP, _THREAD, 0, DefineSpace.SITE, number, f"{name} work")
+        yield Define(NO_OP, _THREAD, 0, DefineSpace.POOL, 0, "kv", COPIES)
         pages = [page_ids(range(16 * block, 16 * block + 16)) for block in range(64)]
+        rng = random.Random(self.rounds)  # or the columns compress better than those of a real recording
         op, now = 0, 1_000_000
         for number in range(1, self.rounds + 1):
             ids = pages[number % len(pages)]
             busy = now
             for layer in range(KERNELS):
-                took = 4000 + (number * 7919 + layer * 104_729) % 3000
+                took = rng.randrange(4000, 9000)
                 accesses = (Access(Space.DEVICE, Mode.WRITE, ids),)
                 yield Kernel(OpId(op), _THREAD, now, StreamId(0), 0, number, 0, (layer, layer + 1), accesses)
                 yield Times(OpId(op), _THREAD, busy + took, busy, busy + took)
@@ -141,10 +144,11 @@ class Engine:
                 free, op = busy, op + 1
             for layer in range(COPIES):
                 accesses = (Access(Space.DEVICE, Mode.WRITE, ids), Access(Space.HOST, Mode.READ, ids))
+                took = rng.randrange(1500, 4000)
                 fields = (OpId(op), _THREAD, now, StreamId(1), 1, number, 65_536, (layer, layer + 1), accesses)
                 yield Memcpy(*fields, direction=Direction.HOST_TO_DEVICE)
-                yield Times(OpId(op), _THREAD, free + 2500, free, free + 2500)
-                free, op = free + 2500, op + 1
+                yield Times(OpId(op), _THREAD, free + took, free, free + took)
+                free, op = free + took, op + 1
             now = max(busy, free) + 2000
             yield HostSync(OpId(op), _THREAD, now, None)
             op += 1

@@ -52,7 +52,8 @@ const doers = {
     await page.keyboard.up('Control');
   },
   scheme: (colorScheme) => page.emulateMedia({ colorScheme }),
-  shot: (path) => page.screenshot({ path, fullPage: true, type: path.endsWith('.jpg') ? 'jpeg' : 'png' }),
+  view: (path) => page.screenshot({ path, type: 'jpeg', quality: 85 }),
+  shot: (path) => page.screenshot({ path, fullPage: true }),
   pdf: async (path) => { found.pdf = (await page.pdf({ path, width: '11in', height: '16in' })).length; },
 };
 for (const step of steps) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -200,6 +201,23 @@ def test_several_recordings_are_drawn_as_they_come_into_view(browse: Browse, che
 
     quiet(found, html)
     assert found["text"].startswith("VIOLATED: ")
+
+
+@pytest.mark.slow
+def test_the_demo_without_fences(browse: Browse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also draws the picture of docs/report.md where ``make pictures`` says so: the demo is the same every time."""
+    pictures = Path(os.environ.get("HICACHE_OBS_PICTURES", tmp_path)).resolve()
+    monkeypatch.chdir(tmp_path)
+    options = ["--device", "virtual", "--requests", "60", "--device-pages", "32", "--fence", "none"]
+    assert main(["demo", *options, "--journal", "demo"]) == 0
+    assert main(["report", "demo/none", "-o", "report.html"]) == 1
+    html, picture = tmp_path / "report.html", pictures / "report.jpg"
+    found = browse(html, height=1080, steps=[{"key": "n"}, {"view": str(picture)}])
+
+    quiet(found, html)
+    assert "VIOLATED: 16 operation pairs are in no proven order, 16 of them ran in the wrong one" in found["text"]
+    assert int(found["states"][0]["spoiled"]) > 0
+    assert picture.stat().st_size > 20_000
 
 
 @pytest.mark.slow

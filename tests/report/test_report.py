@@ -217,7 +217,7 @@ def test_the_heat_map_counts_every_access(engine: Any, report: Report) -> None:
     _, page = report(path)
     device, host = page.data[0]["maps"]
 
-    assert (device["title"], host["title"]) == ("device pages", "host pages")
+    assert (device["title"], host["title"]) == ("device pages of kv", "host pages")
     assert sum(device["cells"][2]) == recorded.operations * 16
     assert sum(host["cells"][2]) == recorded.rounds * 2 * 16
     assert device["raced"]
