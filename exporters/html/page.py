@@ -53,7 +53,7 @@ class Card:
     """All findings of one fingerprint, or all undecided pairs with one cause.
 
     Attributes:
-        name: Fingerprint; what identifies it.
+        name: Fingerprint; empty for undecided pairs.
         verdict: One word.
         hazard: Its name.
         bad: Whether it is sure to have gone wrong.

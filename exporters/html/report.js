@@ -100,7 +100,12 @@
   }
 
   const whole = (number) => number.toLocaleString('en');
-  const cut = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+  // The ends of a name tell more than its middle: device and stream.
+  const cut = (text, most) => {
+    const letters = [...text];
+    const half = Math.floor((most - 1) / 2);
+    return letters.length > most ? [...letters.slice(0, half), '…', ...letters.slice(half + 1 - most)].join('') : text;
+  };
 
   // -- one recording ------------------------------------------------------------------------------------------
 
@@ -481,8 +486,9 @@
         entries.push(['avoidable part of a wait', 'M1 2h20v10H1zM1 12 11 2M6 12 16 2M11 12 21 2', 'none', color('text')]);
       if (this.data.pairs.length) {
         entries.push(['earlier access', 'M11 2 17 12H5z', 'none', race], ['later access', 'M11 12 17 2H5z', race, race]);
-        entries.push(['missing order', 'M1 12 21 2', 'none', race]);
-        entries.push(['spoiled since, or at most', 'M6 2 16 12M16 2 6 12', 'none', race]);
+        entries.push([this.data.groups ? 'order that the file does not show' : 'missing order', 'M1 12 21 2', 'none', race]);
+        if (this.data.spoiled.some(({ rounds, transfers }) => rounds.length + transfers.length))
+          entries.push(['spoiled since, or at most', 'M6 2 16 12M16 2 6 12', 'none', race]);
       }
       this.section.querySelector('.legend').replaceChildren(...entries.map(([name, path, fill, line]) => {
         const item = document.createElement('li');
@@ -572,7 +578,7 @@
         other.classList.toggle('chosen', mine);
         if (mine) other.open = true;
       }
-      const name = this.section.querySelector(`[data-card="${card}"] code`).textContent;
+      const { name } = this.section.querySelector(`[data-card="${card}"]`).dataset;
       const rows = [first, second].filter((row) => row >= 0);
       const sides = [['earlier', first], ['later', second]]
         .map(([side, row]) => `${side}: ${row < 0 ? 'not on the timeline' : this.about(row)}`);

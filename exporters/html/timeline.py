@@ -376,8 +376,7 @@ def draw_profile(profile: Profile, *, first: Iterable[OpId] = ()) -> Drawing:
     kinds = np.full(max(_PROFILE_KINDS) + 1, Kind.OTHER, np.int64)
     for theirs, ours in _PROFILE_KINDS.items():
         kinds[theirs] = ours
-    many = len({stream.process for stream in profile.streams}) > 1
-    lanes = [f"process {stream.process} {stream.text}" if many else stream.text for stream in profile.streams]
+    lanes = _stream_names(profile)
     rows = np.arange(len(ops), dtype=np.int64)
     nothing = np.zeros(len(ops), np.int64)
     columns = {
@@ -393,6 +392,16 @@ def draw_profile(profile: Profile, *, first: Iterable[OpId] = ()) -> Drawing:
         lanes, columns, empty, texts.texts, ["a profile does not say which pages"], {}, "row ", "correlation id",
         Basis.MEASURED, left_out, first,
     )  # fmt: skip
+
+
+def _stream_names(profile: Profile) -> list[str]:
+    """Names of the streams, without what is the same for all of them."""
+    processes = len({stream.process for stream in profile.streams}) > 1
+    devices = len({stream.device for stream in profile.streams}) > 1
+    return [
+        f"process {stream.process} " * processes + f"GPU {stream.device} " * devices + f"stream {stream.number}"
+        for stream in profile.streams
+    ]
 
 
 def _arranged(
@@ -412,10 +421,12 @@ def _arranged(
     columns = {name: np.asarray(values, np.int64) for name, values in ops.items()}
     stops = {name: np.asarray(values, np.int64) for name, values in waits.items()}
     keep = _kept(len(lanes), columns, first)
-    if len(keep) < len(lanes):
-        hidden = int((~np.isin(columns["lane"], keep) & (columns["lane"] >= 0)).sum())
+    drawn = columns["lane"][columns["lane"] >= 0]
+    hidden = drawn[~np.isin(drawn, keep)]
+    if len(hidden):
+        streams = len(np.unique(hidden))
         left_out.append(
-            f"{len(lanes) - len(keep):,} more streams with {hidden:,} operations are not on the timeline, only judged"
+            f"{streams:,} more streams with {len(hidden):,} operations are not on the timeline, only judged"
         )
     place = np.full(len(lanes) + 1, -1, np.int64)  # the last one is for lane -1
     place[keep] = np.arange(len(keep))

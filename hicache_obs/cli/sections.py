@@ -274,7 +274,7 @@ def _copies(report: CopyReport) -> Section:
     share = MAX_PAIRS // max(1, len(by_cause))
     cards = [
         Card(
-            name="undecided",
+            name="",
             verdict="UNKNOWN",
             hazard="a copy and the work around it",
             bad=False,

@@ -233,6 +233,18 @@ def test_without_times_operations_are_drawn_in_issue_order(tmp_path: Path, repor
     assert columns["ops.op"][order].tolist() == [0, 1, 2]
 
 
+def test_rows_that_are_not_drawn_are_counted(tmp_path: Path, report: Report) -> None:
+    """Sixty streams: those of the finding are drawn, although they are the idlest."""
+    busy = " ".join(f"S{number}:w{number} S{number}:w{number}" for number in range(100, 160))
+    _, page = report(journal(tmp_path, History(f"{busy} F:w5 L:w5").records))
+    [data] = page.data
+
+    assert len(data["lanes"]) == 40
+    assert {"F", "L"} <= set(data["lanes"])
+    assert min(data["pairs"][0]) >= 0
+    assert "22 more streams with 44 operations are not on the timeline, only judged" in page.words
+
+
 def test_planned_waits_come_from_the_plan(report: Report) -> None:
     """A whole-forward barrier that nothing needs: all of it is avoidable."""
     _, page = report(CASES / "13-whole-forward-barrier-stalls-scheduler.json")
