@@ -137,11 +137,12 @@ class Engine:
                 yield Kernel(OpId(op), _THREAD, now, StreamId(0), 0, number, 0, (layer, layer + 1), accesses)
                 yield Times(OpId(op), _THREAD, busy + took, busy, busy + took)
                 busy, op = busy + took, op + 1
-            free = now + 100
+            free = now - 300  # idle before the restore was called for: that is no waiting
             if not self.races or number % self.races:
                 yield WaitStream(OpId(op), _THREAD, now, StreamId(1), StreamId(0), Purpose.LOAD_FENCE)
                 yield Times(OpId(op), _THREAD, busy, free, busy)
                 free, op = busy, op + 1
+            free = max(free, now + 100)
             for layer in range(COPIES):
                 accesses = (Access(Space.DEVICE, Mode.WRITE, ids), Access(Space.HOST, Mode.READ, ids))
                 took = rng.randrange(1500, 4000)
