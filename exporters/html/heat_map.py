@@ -45,7 +45,7 @@ class HeatMap:
     raced: tuple[tuple[int, int], ...]
 
     def as_json(self) -> dict[str, Any]:
-        """What ``report.js`` draws: only cells that are not 0."""
+        """What ``chart.js`` draws: only cells that are not 0."""
         rows, columns = np.nonzero(self.counts)
         return {
             "title": self.title,

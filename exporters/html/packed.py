@@ -2,7 +2,7 @@
 
 A column of sorted or repeating numbers is mostly zeros once each value is its distance from the one before. All lowest
 bytes, then all second ones and so on compress better than the values one after the other, and a browser undoes both
-in one loop per column (``report.js``).
+in one loop per column (``columns.js``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_EXACT: Final = 2**53
 
 @dataclass(slots=True)
 class Packed:
-    """Columns under construction; ``as_json`` gives what ``unpack`` in ``report.js`` takes.
+    """Columns under construction; ``as_json`` gives what ``unpack`` in ``columns.js`` takes.
 
     Attributes:
         columns: Name, number of values, bytes per value, and how it was made: ``plain``, or ``delta`` for distances

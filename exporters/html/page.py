@@ -26,6 +26,7 @@ from hicache_obs.records import OpId
 MARK: Final = "<!doctype html><!-- hicache-obs report -->"
 """First line of every report: what tells one from a file that must not be overwritten."""
 _LIBRARY: Final = ("bokeh.min.js", "bokeh-api.min.js")
+_SCRIPTS: Final = ("columns.js", "chart.js", "explorer.js")
 COLORS: Final = {
     "SAFE": "good", "VIOLATED": "bad", "ACCEPTED": "warn", "NOT DECIDABLE": "warn", "NOTHING CHECKED": "warn",
 }  # fmt: skip
@@ -143,7 +144,7 @@ class Section:
         return COLORS[self.word]
 
     def data(self) -> dict[str, Any]:
-        """What ``report.js`` needs for the charts."""
+        """What ``explorer.js`` needs for the charts."""
         assert self.drawing is not None
         sides = (op for card in self.cards for pair in card.pairs for op in (pair.earlier, pair.later))
         places = self.drawing.places(sides)
@@ -173,7 +174,8 @@ def render(sections: Sequence[Section]) -> str:
 
     library = [_library(name) for name in _LIBRARY]
     files = importlib.resources.files("hicache_obs.exporters.html")
-    scripts = [*library, (files / "report.js").read_text(encoding="utf-8")]
+    ours = "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    scripts = [*library, f"'use strict';\n(() => {{\n{ours}\n}})();"]
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -139,7 +139,7 @@ class Drawing:
         return {OpId(op): row for op, row in zip(self.ops["op"][rows].tolist()[::-1], rows.tolist()[::-1], strict=True)}
 
     def as_json(self) -> dict[str, Any]:
-        """What ``report.js`` draws."""
+        """What ``chart.js`` draws."""
         packed = Packed()
         for part, columns, sorted_by in (("ops", self.ops, "start"), ("waits", self.waits, "start")):
             for name in ("lane", "kind", sorted_by, "op", "group"):
