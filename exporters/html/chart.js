@@ -222,13 +222,13 @@ class Chart {
 
   lane(row) { return this.columns['ops.lane'][row]; }
 
-  // Triangles where the operations of findings start, crosses below spoiled ones: one per column and lane at most.
+  // Triangles where the operations of findings start, crosses below spoiled ones: one per four columns and lane at most.
   drawMarks({ from, to, columns, pixel }) {
     const seen = new Set();
     const mark = (data, row, key, below) => {
       const x = this.ops.start[row];
       if (row < 0 || x < from - 6 * pixel || x > to + 6 * pixel) return;
-      const id = `${key} ${this.lane(row)} ${Math.floor(((x - from) / (to - from)) * columns)}`;
+      const id = `${key} ${this.lane(row)} ${Math.floor(((x - from) / (to - from)) * (columns / 4))}`;
       if (seen.has(id)) return;
       seen.add(id);
       data.x.push(x);
