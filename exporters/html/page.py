@@ -28,7 +28,7 @@ MARK: Final = "<!doctype html><!-- hicache-obs report -->"
 _LIBRARY: Final = ("bokeh.min.js", "bokeh-api.min.js")
 _SCRIPTS: Final = ("columns.js", "chart.js", "explorer.js")
 COLORS: Final = {
-    "SAFE": "good", "VIOLATED": "bad", "ACCEPTED": "warn", "NOT DECIDABLE": "warn", "NOTHING CHECKED": "warn",
+    "SAFE": "good", "VIOLATED": "bad", "AS ACCEPTED": "warn", "NOT DECIDABLE": "warn", "NOTHING CHECKED": "warn",
 }  # fmt: skip
 """Words a verdict can begin with, the worst last."""
 MAX_SPOILED: Final = 20_000
@@ -199,7 +199,7 @@ def _headline(sections: Sequence[Section]) -> str:
     """The one sentence a reader sees first; of several files, the worst."""
     if len(sections) == 1:
         return sections[0].sentence
-    for word in ("VIOLATED", "NOT DECIDABLE", "NOTHING CHECKED", "ACCEPTED", "SAFE"):
+    for word in ("VIOLATED", "NOT DECIDABLE", "NOTHING CHECKED", "AS ACCEPTED", "SAFE"):
         count = sum(section.word == word for section in sections)
         if count:
             return f"{word}: {count} of {len(sections)} recordings; each has its own verdict below"

@@ -117,7 +117,7 @@ def _card(report: Report, defect: Defect, findings: Sequence[Finding], times: Ti
     story, facts = _explained(text)
     if finding.secondary:
         story.append("One of these pages had raced before.")
-    acceptance = report.accepted.get(finding.fingerprint)
+    acceptance = report.accepted.of(finding)
     between = " ".join(shlex.quote(str(trace.labels.get(op, op))) for op in (finding.earlier.op, finding.later.op))
     return Card(
         name=finding.fingerprint,

@@ -158,7 +158,7 @@ def test_accepted_findings_are_said_to_be(tmp_path: Path, report: Report) -> Non
     code, page = report(path, "--accepted", accepted)
 
     assert code == 0
-    assert headline(page).startswith("ACCEPTED: 1 operation pair is in no proven order, as accepted findings say")
+    assert headline(page).startswith("AS ACCEPTED: 1 operation pair is in no proven order, which is accepted for now")
     assert "until 2999-01-01: known <b>" in page.words
 
 
