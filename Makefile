@@ -106,8 +106,9 @@ $(RENDER)/.complete: $(RENDER_SOURCES)
 	cd $(RENDER) && npm run --silent build
 	touch $@
 
-pictures: venv render-env  ## draw the dashboards anew into docs/pictures
-	HICACHE_OBS_PICTURES=docs/pictures $(BIN)/python -m pytest -q tests/dashboards/test_render.py
+pictures: venv render-env  ## draw the dashboards and the report anew into docs/pictures
+	HICACHE_OBS_PICTURES=docs/pictures $(BIN)/python -m pytest -q tests/dashboards/test_render.py \
+	  tests/report/test_browser.py::test_the_demo_without_fences
 
 docs: venv  ## build the documentation into site/ (one folder, readable offline); fails on a link that leads nowhere
 	$(BIN)/mkdocs build

@@ -18,6 +18,7 @@ COMMANDS: Final = {
     "check": "Check scenario, journal and ring files for races.",
     "explore": "Run a controller for every way its host code can go.",
     "analyze": "Judge Nsight Systems and torch.profiler recordings.",
+    "report": "Write verdict, findings, timeline and costs as one HTML file.",
     "replay": "Prove a finding: run its witness on the virtual device.",
     "agent": "Watch a node: read, judge and export what all its ranks record.",
     "status": "Show the rings of this node and whether they are read.",
@@ -32,6 +33,7 @@ COMMANDS: Final = {
 
 PACKAGES: Final = {
     **{name: name for name in ("jsonschema", "msgspec", "numpy", "nvtx", "pyarrow", "rich", "torch")},
+    **dict.fromkeys(("bokeh", "jinja2"), "'hicache-obs[report]'"),
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
 }

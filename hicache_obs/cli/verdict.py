@@ -13,6 +13,7 @@ from hicache_obs.analyzer.remedy import Timeline, public_report, remedies, timel
 from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.costs import FenceCost
 from hicache_obs.errors import TraceError
 from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict
@@ -32,11 +33,12 @@ SHOWN: Final = 20
 
 
 class Keeper(Tally):
-    """A tally that keeps every finding, and every pair that only something weak orders."""
+    """A tally that keeps every finding, every pair that only something weak orders, and every fence's cost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.findings: list[Finding] = []
+        self.fence_costs: list[FenceCost] = []
         self.weak: dict[tuple[OpId, OpId], str] = {}
 
     def on_finding(self, finding: Finding) -> None:
@@ -46,6 +48,10 @@ class Keeper(Tally):
     def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         super().on_weak_ordering(hazard, provenance, pair)
         self.weak[pair] = provenance
+
+    def on_fence(self, cost: FenceCost) -> None:
+        super().on_fence(cost)
+        self.fence_costs.append(cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,7 @@ def show_findings(report: Report) -> None:
         if acceptance is not None:
             click.echo(fit(f"  accepted until {acceptance.expires}: {acceptance.reason}", indent=FINDING_INDENT))
     for stall in report.stalls.stalls:
-        click.echo(fit(_stall_line(report.trace, stall), indent=2))
+        click.echo(fit(stall_line(report.trace, stall), indent=2))
     for note in report.notes:
         click.echo(fit(f"  {note}", indent=2))
     hidden = len(report.keeper.findings) - SHOWN
@@ -240,7 +246,7 @@ def _tainted(trace: Trace, radius: BlastRadius) -> dict[str, Any]:
     }
 
 
-def _stall_line(trace: Trace, stall: Stall) -> str:
+def stall_line(trace: Trace, stall: Stall) -> str:
     """One line for people."""
     text = f"  {stall.kind.value} ({stall.cause.value}) at {trace.label(stall.at)}: {stall.waiter} "
     text += "waits for ever" if stall.blocked_ns is None else f"stands still for {stall.blocked_ns / 1e3:,.0f} us"
