@@ -13,6 +13,7 @@ from hicache_obs.analyzer.remedy import Timeline, public_report, remedies, timel
 from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.costs import FenceCost
 from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict
 from hicache_obs.records import OpId
@@ -31,11 +32,12 @@ SHOWN: Final = 20
 
 
 class Keeper(Tally):
-    """A tally that keeps every finding, and every pair that only something weak orders."""
+    """A tally that keeps every finding, every pair that only something weak orders, and every fence's cost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.findings: list[Finding] = []
+        self.fence_costs: list[FenceCost] = []
         self.weak: dict[tuple[OpId, OpId], str] = {}
 
     def on_finding(self, finding: Finding) -> None:
@@ -45,6 +47,10 @@ class Keeper(Tally):
     def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         super().on_weak_ordering(hazard, provenance, pair)
         self.weak[pair] = provenance
+
+    def on_fence(self, cost: FenceCost) -> None:
+        super().on_fence(cost)
+        self.fence_costs.append(cost)
 
 
 @dataclass(frozen=True, slots=True)
