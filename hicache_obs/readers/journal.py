@@ -221,27 +221,30 @@ def _open(path: Path) -> tuple[Any, Any]:
 def _read_info(path: Path) -> JournalInfo:
     file, stream = _open(path)
     with file:
-        metadata = {
-            k.decode(errors="replace"): v.decode(errors="replace") for k, v in (stream.schema.metadata or {}).items()
-        }
-        version = metadata.get(META + "version", "")
-        if not version.isdigit():
-            raise TraceError(f"{path}: an Arrow stream, but not a journal: it states no {META}version")
-        if int(version) > JOURNAL_VERSION:
-            raise TraceError(
-                f"{path}: journal version {version} is newer than {JOURNAL_VERSION}, the newest known here; upgrade"
-            )
-        if 0 < int(version) < JOURNAL_VERSION:
-            raise TraceError(
-                f"{path}: journal version {version} is older than {JOURNAL_VERSION}, the only one known here; "
-                "read it with the version that wrote it"
-            )
-        if not stream.schema.equals(SCHEMA):
-            raise TraceError(f"{path}: damaged: its columns are not those of journal version {version}")
-    return _info(path, metadata)
+        return read_header(path, stream.schema)
 
 
-def _info(path: Path, metadata: Mapping[str, str]) -> JournalInfo:
+def read_header(path: Path, schema: Any) -> JournalInfo:
+    """What the Arrow schema of a journal segment, or of a Parquet file of records, says about it.
+
+    Raises:
+        TraceError: It is of another kind or version, or damaged.
+    """
+    metadata = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in (schema.metadata or {}).items()}
+    version = metadata.get(META + "version", "")
+    if not version.isdigit():
+        raise TraceError(f"{path}: Arrow data, but no journal: it states no {META}version")
+    if int(version) > JOURNAL_VERSION:
+        raise TraceError(
+            f"{path}: journal version {version} is newer than {JOURNAL_VERSION}, the newest known here; upgrade"
+        )
+    if 0 < int(version) < JOURNAL_VERSION:
+        raise TraceError(
+            f"{path}: journal version {version} is older than {JOURNAL_VERSION}, the only one known here; "
+            "read it with the version that wrote it"
+        )
+    if not schema.equals(SCHEMA):
+        raise TraceError(f"{path}: damaged: its columns are not those of journal version {version}")
     defaults = JournalInfo()
     values: dict[str, Any] = {}
     for name in JournalInfo.__dataclass_fields__:
@@ -279,12 +282,7 @@ def read_segment(path: Path, notes: list[str]) -> Iterator[list[AnyRecord]]:
                     raise TraceError(f"{path}: batch {number} is damaged: {_one_line(error)}") from None
                 notes.append(f"{path}: ends in the middle of batch {number}; the records before it are whole")
                 return
-            try:
-                batch.validate(full=True)
-                records = _records(batch)
-            except (pa.ArrowException, _Damaged) as error:
-                raise TraceError(f"{path}: batch {number} is damaged: {_one_line(error)}") from None
-            yield records
+            yield batch_records(batch, f"{path}: batch {number}")
 
 
 def _one_line(error: Exception) -> str:
@@ -303,6 +301,19 @@ class _RowCell:
 
 
 _Cells = tuple[Access | _RowCell, ...]
+
+
+def batch_records(batch: Any, place: str) -> list[AnyRecord]:
+    """The records of one Arrow batch; ``place`` names it in messages.
+
+    Raises:
+        TraceError: It is damaged.
+    """
+    try:
+        batch.validate(full=True)
+        return _records(batch)
+    except (pa.ArrowException, _Damaged) as error:
+        raise TraceError(f"{place} is damaged: {_one_line(error)}") from None
 
 
 def _records(batch: Any) -> list[AnyRecord]:
