@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
-EXTRAS := dev,otel,profilers,report,fleet
+EXTRAS := dev,otel,perfetto,profilers,report,fleet
 # The environment is as new as these two files and the interpreter; any change moves the stamp.
 STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV; } | sha256sum | cut -c1-16)
 NVTX_OLD := .cache/nvtx-0.2.11

@@ -83,9 +83,7 @@ class ChromeWriter:
             arrow = {"cat": ARROW, "name": ARROW, "id": flow.number, **where}
             self._put({"ph": "s", **arrow} if flow.out else {"ph": "f", "bp": "e", **arrow})
 
-    def mark(
-        self, track: int, name: str, category: str, at_ns: int, args: Args, flows: Sequence[Flow] = ()
-    ) -> None:
+    def mark(self, track: int, name: str, category: str, at_ns: int, args: Args, flows: Sequence[Flow] = ()) -> None:
         """See ``TimelineWriter``."""
         self.slice(track, name, category, at_ns, at_ns, args, flows)
 

@@ -50,7 +50,7 @@ class PerfettoWriter:
         if parent:
             descriptor.name = plain_text(name)
         else:
-            descriptor.process.pid = number
+            descriptor.process.pid = rank + 1
             descriptor.process.process_name = plain_text(name)
 
     def track(self, number: int, group: int, name: str, rank: int, *, lane: int = 0) -> None:
@@ -73,12 +73,9 @@ class PerfettoWriter:
     ) -> None:
         """See ``TimelineWriter``."""
         self._begin(self._pb.TrackEvent.TYPE_SLICE_BEGIN, track, name, category, start_ns, args, flows)
-        event = self._event(self._pb.TrackEvent.TYPE_SLICE_END, track, end_ns)
-        del event
+        self._event(self._pb.TrackEvent.TYPE_SLICE_END, track, end_ns)
 
-    def mark(
-        self, track: int, name: str, category: str, at_ns: int, args: Args, flows: Sequence[Flow] = ()
-    ) -> None:
+    def mark(self, track: int, name: str, category: str, at_ns: int, args: Args, flows: Sequence[Flow] = ()) -> None:
         """See ``TimelineWriter``."""
         self._begin(self._pb.TrackEvent.TYPE_INSTANT, track, name, category, at_ns, args, flows)
 
@@ -175,6 +172,6 @@ def _messages() -> Any:
     except Exception as error:  # noqa: BLE001 protobuf raises its own kind where it is older than the messages
         raise ConfigError(
             f"the package perfetto does not go with the protobuf that is installed ({error}); "
-            "pip install --upgrade protobuf, or write Chrome JSON: -o NAME.json"
+            "pip install --upgrade protobuf, or perfetto==0.16.0, or write Chrome JSON: -o NAME.json"
         ) from None
     return perfetto_trace_pb2

@@ -258,4 +258,3 @@ def _issued_by_stream(profile: Profile) -> dict[int, tuple[Int64s, Int64s]]:
         order = np.argsort(times, kind="stable")
         found[stream] = times[order], mine[order]
     return found
-

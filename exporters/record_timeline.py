@@ -7,12 +7,13 @@ when, storage and network transfers, and counters of transfers that are pending 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from hicache_obs.exporters.record_names import call_name, waited_for
 from hicache_obs.exporters.timeline import Flow, Lanes, Numbers, TimelineWriter, Value
 from hicache_obs.exporters.timeline_links import Links, ids_text
 from hicache_obs.records import (
@@ -20,37 +21,24 @@ from hicache_obs.records import (
     NO_OP,
     Access,
     AnyRecord,
-    Collective,
     Define,
     Direction,
-    EventQuery,
-    EventRecord,
-    EventSync,
     EventWait,
     GraphNode,
     GraphReplay,
     HostAccess,
-    HostSync,
     IoBegin,
     IoEnd,
     Kernel,
-    Lost,
     Memcpy,
     Mode,
     OpId,
     PageAlloc,
     PageFree,
-    Purpose,
-    RecordStream,
     Relocate,
-    RowsDiscarded,
     Space,
     StreamId,
-    TensorAlloc,
-    TensorFree,
     ThreadId,
-    ThreadPost,
-    ThreadRecv,
     Times,
     WaitStream,
 )
@@ -63,13 +51,6 @@ STEP_NS: Final = 1000
 """Between two records where the source has no clock at all."""
 MAX_RATE: Final = 1 << 50
 """Bytes per second that a damaged file may claim of one copy."""
-_PURPOSES: Final = {
-    Purpose.PLAIN: "",
-    Purpose.LOAD_FENCE: "load fence",
-    Purpose.WRITE_FENCE: "write fence",
-    Purpose.LAYER: "layer wait",
-    Purpose.START: "start event",
-}
 _TRANSFERS: Final = {Direction.HOST_TO_DEVICE: "load-back", Direction.DEVICE_TO_HOST: "write-back"}
 _SPACES: Final = {Space.DEVICE: "pages", Space.HOST: "host pages", Space.BUFFER: "buffers"}
 _RANKS: Final = {"findings": 0, "counters": 1, "streams": 2, "threads": 3, "io": 4}
@@ -175,7 +156,7 @@ class RecordTimeline:
         if isinstance(record, (EventWait, WaitStream)):
             if times.end_ns > times.start_ns:
                 stream = record.stream if isinstance(record, EventWait) else record.waiter
-                name = f"wait: {self._waited_for(record)}"
+                name = f"wait: {waited_for(self._names, record)}"
                 self._stream(stream).slice(name, "fence", times.start_ns, times.end_ns, self._about_wait(record))
             return
         if isinstance(record, Memcpy) and record.direction in _TRANSFERS:
@@ -234,35 +215,9 @@ class RecordTimeline:
         )
 
     def _call_name(self, record: AnyRecord) -> str:
-        names = self._names
         if isinstance(record, (Kernel, Memcpy, Relocate, GraphReplay)):
             return f"launch {self._name(record)}"
-        if isinstance(record, (EventWait, WaitStream)):
-            stream = record.stream if isinstance(record, EventWait) else record.waiter
-            return f"{names.stream(stream)} waits: {self._waited_for(record)}"
-        texts: dict[type[AnyRecord], Callable[[], str]] = {
-            EventRecord: lambda: f"record {_event(names, record)} on {names.stream(record.stream)}",
-            EventQuery: lambda: f"query {_event(names, record)}: {record.result}",
-            EventSync: lambda: f"synchronised with {_event(names, record)}",
-            HostSync: lambda: "synchronised with " + ("all" if record.stream is None else names.stream(record.stream)),
-            HostAccess: lambda: f"host access: {names.site(record.site)}",
-            PageAlloc: lambda: "allocate pages",
-            PageFree: lambda: "free pages",
-            RecordStream: lambda: f"record_stream {names.stream(record.stream)}",
-            Lost: lambda: f"{record.count} records lost: {record.reason.name.lower()}",
-            ThreadPost: lambda: f"post to {names.channels.get(record.channel, record.channel)}",
-            ThreadRecv: lambda: f"receive from {names.channels.get(record.channel, record.channel)}",
-            TensorAlloc: lambda: "allocate tensor",
-            TensorFree: lambda: "free tensor",
-            Collective: lambda: f"collective: {names.site(record.site)}",
-            RowsDiscarded: lambda: f"discard rows of round {record.group}",
-        }  # type: ignore[assignment]
-        return texts[type(record)]()
-
-    def _waited_for(self, record: _Wait) -> str:
-        what = self._names.stream(record.on) if isinstance(record, WaitStream) else _event(self._names, record)
-        purpose = _PURPOSES[record.purpose]
-        return f"{what} ({purpose})" if purpose else what
+        return call_name(self._names, record)
 
     def _about_wait(self, record: _Wait) -> _Args:
         return {"op": record.op, "thread": self._names.thread(record.thread), "issued_ns": record.host_ns}
@@ -316,11 +271,11 @@ class RecordTimeline:
             if finding.title not in tracks:
                 group, rank = self._group("findings"), len(tracks)
                 tracks[finding.title] = Lanes(self._writer, self._numbers, group, finding.title, rank)
-            track, flow = tracks[finding.title], (Flow(finding.flow, False),)
+            track = tracks[finding.title]
             if finding.end_ns > finding.start_ns:
-                track.slice(finding.name, "finding", finding.start_ns, finding.end_ns, finding.args, flow)
+                track.slice(finding.name, "finding", finding.start_ns, finding.end_ns, finding.args, finding.flows)
             else:
-                track.mark(finding.name, "finding", finding.start_ns, finding.args, flow)
+                track.mark(finding.name, "finding", finding.start_ns, finding.args, finding.flows)
 
     def _draw_counters(self) -> None:
         for direction, name in _TRANSFERS.items():
@@ -329,10 +284,6 @@ class RecordTimeline:
                 self._writer.counter_track(track, self._group("counters"), text, track, unit)
                 for at_ns, value in zip(moments.tolist(), values.tolist(), strict=True):
                     self._writer.count(track, at_ns, value)
-
-
-def _event(names: Names, record: EventRecord | EventWait | EventQuery | EventSync) -> str:
-    return names.events.get(record.event, f"event {record.event}")
 
 
 _Int64s = npt.NDArray[np.int64]
@@ -346,9 +297,7 @@ class _Transfers:
 
     def add(self, record: Memcpy, times: Times) -> None:
         issued = min(record.host_ns, times.start_ns)
-        self._values[record.direction].extend(
-            (record.group, issued, times.start_ns, times.end_ns, record.size_bytes)
-        )
+        self._values[record.direction].extend((record.group, issued, times.start_ns, times.end_ns, record.size_bytes))
 
     def counters(self, direction: Direction, name: str) -> list[tuple[str, str, _Int64s, _Int64s]]:
         """Name, unit, moments and values of each counter; none without copies."""

@@ -47,9 +47,7 @@ class TimelineWriter(Protocol):
     ) -> None:
         """Something that lasted. On one track no slice begins before the one written before it has ended."""
 
-    def mark(
-        self, track: int, name: str, category: str, at_ns: int, args: Args, flows: Sequence[Flow] = ()
-    ) -> None:
+    def mark(self, track: int, name: str, category: str, at_ns: int, args: Args, flows: Sequence[Flow] = ()) -> None:
         """A moment."""
 
     def count(self, track: int, at_ns: int, value: int) -> None:

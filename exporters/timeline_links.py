@@ -33,6 +33,7 @@ from hicache_obs.records import (
     Kernel,
     Memcpy,
     OpId,
+    PageIds,
     Relocate,
     StreamId,
     Times,
@@ -56,7 +57,7 @@ class DrawnFinding:
         title: Of the track: fingerprint, verdict and hazard.
         name: Of the slice: its two accesses.
         start_ns, end_ns: Of the later access; equal to each other, and when it was issued, if it was not measured.
-        flow: The arrow from the later access to the finding.
+        flows: Ends of the arrows that join it to its two accesses.
     """
 
     title: str
@@ -64,7 +65,7 @@ class DrawnFinding:
     start_ns: int
     end_ns: int
     args: Args
-    flow: int
+    flows: tuple[Flow, ...]
 
 
 class Links(Ignore):
@@ -74,6 +75,7 @@ class Links(Ignore):
         findings: Those that are drawn.
         more: How many are not.
         measured: Whether any operation has device times.
+        arrows: Waits that are drawn as one, counted by what they wait for.
         host_times: Whether the host clock of the records moves at all.
         first_ns: The earliest time in them.
     """
@@ -171,13 +173,19 @@ class Links(Ignore):
             if source[0] != waiter and source not in queued and len(queued) < MAX_SOURCES:
                 queued.append(source)
 
-    def _link(self, source: OpId, target: OpId) -> int:
-        number = self._numbers()
+    def _link(self, source: OpId, target: OpId) -> None:
         if NO_OP not in (source, target):
-            self._ops.extend((source, target))
-            self._ends.extend((number << 1 | 1, number << 1))
+            self._arrow(source, target)
             self.arrows += 1
-        return number
+
+    def _arrow(self, source: OpId, target: OpId) -> None:
+        number = self._numbers()
+        self._end(source, Flow(number, True))
+        self._end(target, Flow(number, False))
+
+    def _end(self, op: OpId, flow: Flow) -> None:
+        self._ops.append(op)
+        self._ends.append(flow.number << 1 | flow.out)
 
     # -- findings --------------------------------------------------------------------------------------------
 
@@ -187,16 +195,17 @@ class Links(Ignore):
             self.more += 1
             return
         earlier, later = finding.earlier, finding.later
-        first, second = (earlier, later) if _position(earlier) <= _position(later) else (later, earlier)
-        self._link(first.op, second.op)
-        flow = self._numbers()
-        self._ops.append(later.op)
-        self._ends.append(flow << 1 | 1)
         start_ns = _position(later)
+        kept = _position(earlier) <= start_ns
+        self._arrow(*((earlier.op, later.op) if kept else (later.op, earlier.op)))
+        numbers = self._numbers(), self._numbers()
+        self._end(later.op, Flow(numbers[0], True))
+        self._end(earlier.op, Flow(numbers[1], kept))
+        flows = Flow(numbers[0], False), Flow(numbers[1], not kept)
         end_ns = start_ns if later.end_ns is None else later.end_ns
         title = f"{finding.fingerprint} {finding.verdict.value.upper()} {finding.hazard.value}"
         name = f"{earlier.site} op {earlier.op} | {later.site} op {later.op}"
-        self.findings.append(DrawnFinding(title, name, start_ns, end_ns, _args(finding), flow))
+        self.findings.append(DrawnFinding(title, name, start_ns, end_ns, _args(finding), flows))
 
 
 def _position(access: AccessInfo) -> int:
@@ -233,7 +242,7 @@ def _side(access: AccessInfo) -> str:
     return f"{access.what} {access.group} {access.mode} by {access.site} on {where}"
 
 
-def ids_text(ids: Sequence[int]) -> str:
+def ids_text(ids: Sequence[int] | PageIds) -> str:
     """Ids as runs, and how many there are."""
     values = np.asarray(ids, np.int64)
     if not len(values):

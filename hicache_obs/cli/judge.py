@@ -133,7 +133,7 @@ def judge_file(
         return [analyse(trace, accepted=accepted, progress=lambda done, total: progress("checking", done, total))]
     if journal is None:
         return [check_copies(profile, progress)]
-    return [_judge(profile, trace_path, rank, progress, accepted) for trace_path, rank in _journals(journal)]
+    return [_judge(profile, trace_path, rank, progress, accepted) for trace_path, rank in journals_at(journal)]
 
 
 def _judge(
@@ -144,7 +144,7 @@ def _judge(
     return JoinedReport(profile, report, coverage)
 
 
-def _journals(path: Path) -> list[tuple[Path, int | None]]:
+def journals_at(path: Path) -> list[tuple[Path, int | None]]:
     """The journals at ``path``: of every rank, or of every folder in it, such as the policies of a demo."""
     from hicache_obs.readers.journal import journal_ranks
 
@@ -239,7 +239,7 @@ def _trace_sentence(report: Report, seen: str) -> str:
         unknown = verdicts[Verdict.UNKNOWN]
         if not unknown:
             return f"NOT DECIDABLE: another process may touch the same memory; {seen}"
-        return f"NOT DECIDABLE: the order of {unknown:,} operation pair{"s" * (unknown != 1)} is unknown; {seen}"
+        return f"NOT DECIDABLE: the order of {unknown:,} operation pair{'s' * (unknown != 1)} is unknown; {seen}"
     if not report.pairs_checked:
         return f"NOTHING CHECKED: no two operations touch the same pages; {seen}"
     if bad:

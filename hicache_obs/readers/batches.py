@@ -1,4 +1,4 @@
-"""``open_batches``: a trace file of any kind, batch by batch and as often as needed, for what need not hold it whole."""
+"""``open_batches``: a trace file of any kind, batch by batch and as often as needed."""
 
 from __future__ import annotations
 

@@ -156,9 +156,7 @@ class JournalWriter:
         ]
         number = max(taken, default=0) + 1
         definitions = pack_definitions(self._definitions())
-        header = replace(
-            self._info, segment=self._segments + 1, records_before=self._written, definitions=definitions
-        )
+        header = replace(self._info, segment=self._segments + 1, records_before=self._written, definitions=definitions)
         schema = SCHEMA.with_metadata(header_metadata(header))
         while True:
             try:
