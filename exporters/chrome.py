@@ -41,14 +41,14 @@ class ChromeWriter:
 
     def group(self, number: int, parent: int, name: str, rank: int) -> None:
         """See ``TimelineWriter``."""
-        self._process[number] = self._process[parent] if parent else number
+        process = self._process[number] = self._process[parent] if parent else rank + 1
         if parent:
             self._prefix[number] = f"{self._prefix[parent]}{plain_text(name)} / "
             self._rank[number] = (self._rank[parent] << 8) + rank
             return
         self._prefix[number], self._rank[number] = "", 0
-        self._meta(number, 0, "process_name", "name", plain_text(name))
-        self._meta(number, 0, "process_sort_index", "sort_index", rank)
+        self._meta(process, 0, "process_name", "name", plain_text(name))
+        self._meta(process, 0, "process_sort_index", "sort_index", rank)
 
     def track(self, number: int, group: int, name: str, rank: int, *, lane: int = 0) -> None:
         """See ``TimelineWriter``."""

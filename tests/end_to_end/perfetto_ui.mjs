@@ -1,19 +1,20 @@
-// node ui.mjs URL QUERIES.json PICTURE: opens Perfetto's own UI, which loads the trace that its server has, asks its
-// trace processor and takes a picture with the finding selected. Prints answers, shown texts and errors as JSON.
+// node perfetto_ui.mjs URL QUERIES.json PICTURE, in a folder with playwright-core: opens Perfetto's own UI, which loads
+// the trace that its server has, asks its trace processor, shows the slice that the query "selected" found and takes a
+// picture. Prints answers, shown texts and errors as JSON.
 import { readFileSync } from 'node:fs';
-import { chromium } from 'playwright-core';
+import { createRequire } from 'node:module';
+import { join } from 'node:path';
 
+const { chromium } = createRequire(join(process.cwd(), 'package.json'))('playwright-core');
 const [url, queryFile, picture] = process.argv.slice(2);
 const queries = JSON.parse(readFileSync(queryFile));
 const browser = await chromium.launch({ executablePath: '/usr/bin/chromium', args: ['--no-sandbox', '--disable-gpu'] });
 const context = await browser.newContext({ viewport: { width: 1600, height: 1000 }, serviceWorkers: 'block' });
-const [thrown, outside] = [[], []];
+const thrown = [];
+// The UI asks for news of itself; it gets none.
 await context.route(
   (asked) => asked.origin !== url && !['blob:', 'data:'].includes(asked.protocol),
-  (route) => {
-    outside.push(new URL(route.request().url()).host);
-    return route.abort();
-  },
+  (route) => route.abort(),
 );
 const page = await context.newPage();
 page.on('pageerror', (error) => thrown.push(String(error)));
@@ -49,4 +50,4 @@ try {
 }
 await page.screenshot({ path: picture });
 await browser.close();
-console.log(JSON.stringify({ answers, shown, thrown, outside }));
+console.log(JSON.stringify({ answers, shown, thrown }));
