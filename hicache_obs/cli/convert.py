@@ -145,7 +145,7 @@ def _write_records(recordings: Sequence[Recording], output: Path, kind: str, *, 
         _write_trace(batches, info, output, kind, as_file=as_file) for batches, info in zip(traces, infos, strict=True)
     )
     notes = dict.fromkeys(note for batches in traces for note in batches.notes)
-    return [f"{count:,} records of {len(traces)} trace{'s' if len(traces) > 1 else ''}", *_indented(notes)]
+    return [f"{_count(count, 'record')} of {_count(len(traces), 'trace')}", *_indented(notes)]
 
 
 def _write_trace(batches: Batches, info: JournalInfo, output: Path, kind: str, *, as_file: bool) -> int:
@@ -203,14 +203,15 @@ class _Drawn:
 
     def lines(self) -> list[str]:
         """For the user."""
-        findings = sum(self.defects.values())
-        text = f"{self.operations:,} operations on {self.streams:,} streams, {self.arrows:,} waits as arrows"
-        if findings:
-            text += f"; {findings:,} finding{'s' if findings > 1 else ''}"
-        if self.undecided:
-            text += f"; {self.undecided:,} pairs that nothing in the file orders"
+        parts = [f"{_count(self.operations, 'operation')} on {_count(self.streams, 'stream')}"]
+        counts = (self.arrows, "wait"), (sum(self.defects.values()), "finding"), (self.undecided, "undecided pair")
+        parts += [_count(number, noun) for number, noun in counts if number]
         shown = [f"{count:,} of {title}" for title, count in self.defects.most_common(_SHOWN)]
-        return [text, *_indented([*shown, *dict.fromkeys(self.notes)])]
+        return [", ".join(parts), *_indented([*shown, *dict.fromkeys(self.notes)])]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _indented(lines: Any) -> list[str]:

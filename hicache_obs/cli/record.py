@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from hicache_obs.cli.analyze import show_report
-from hicache_obs.cli.judge import AnyReport, CopyReport, JoinedReport, judge_file, journals_at, plain, progress_of
+from hicache_obs.cli.judge import AnyReport, CopyReport, JoinedReport, journals_at, judge_file, plain, progress_of
 from hicache_obs.cli.layout import fit
 from hicache_obs.cli.record_run import (
     JOURNAL,
