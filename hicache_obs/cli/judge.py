@@ -147,10 +147,11 @@ def _judge(
 def journals_at(path: Path) -> list[tuple[Path, int | None]]:
     """The journals at ``path``: of every rank, or of every folder in it, such as the policies of a demo."""
     from hicache_obs.readers.journal import journal_ranks
+    from hicache_obs.readers.parquet import parquet_ranks
 
     if not path.is_dir():
         return [(path, None)]
-    ranks = journal_ranks(path)
+    ranks = journal_ranks(path) or parquet_ranks(path)
     if ranks:
         return [(path, rank) for rank in ranks]
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and journal_ranks(folder))

@@ -218,6 +218,8 @@ def test_ranks_keep_their_numbers_and_equal_ones_get_new_ones(tmp_path: Path) ->
     assert main(["convert", str(ranks), "-o", str(tmp_path / "p"), "--to", "parquet"]) == 0
     assert sorted(file.name for file in (tmp_path / "p").iterdir()) == ["rank2.parquet", "rank5.parquet"]
     assert len(open_trace(tmp_path / "p", rank=5)) == len(open_trace(ranks, rank=5))
+    assert main(["convert", str(tmp_path / "p"), "-o", str(tmp_path / "r"), "--to", "journal"]) == 0
+    assert sorted(file.name for file in (tmp_path / "r").iterdir()) == ["rank2-000001.arrows", "rank5-000001.arrows"]
     assert main(["convert", str(ranks), str(other), str(other), "-o", str(tmp_path / "q"), "--to", "journal"]) == 0
     names = sorted(file.name for file in (tmp_path / "q").iterdir())
     assert names == [f"rank{number}-000001.arrows" for number in range(4)]
