@@ -44,9 +44,9 @@ ring.close()
 
 @pytest.fixture
 def fake_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """``fake_nsys(known)``: an ``nsys`` first on PATH that knows these flags, notes its arguments and runs the command."""
+    """``fake_nsys(known)``: an ``nsys`` on PATH that knows these flags, notes its arguments and runs the command."""
 
-    def make(known: str = "--cuda-graph-trace= --cuda-event-trace=", report: str = "") -> Path:
+    def make(known: str = "--cuda-graph-trace= --cuda-event-trace=") -> Path:
         folder = tmp_path / "bin"
         folder.mkdir()
         note = tmp_path / "arguments"
@@ -55,7 +55,6 @@ def fake_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             f"""#!/bin/sh
 if [ "$2" = --help ]; then echo "{known}"; exit; fi
 printf '%s\\n' "$@" > {note}
-{report}
 while [ "$1" != "--output" ]; do shift; done
 shift 2
 exec "$@"

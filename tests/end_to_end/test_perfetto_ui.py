@@ -63,12 +63,14 @@ class Seen:
         shown: All text on the page.
         journal: What was converted.
         picture: The screenshot.
+        absolute: Times are those of the records.
     """
 
     answers: dict[str, list[dict[str, Any]]]
     shown: str
     journal: Path
     picture: Path
+    absolute: bool
 
 
 class Server(SimpleHTTPRequestHandler):
@@ -136,8 +138,9 @@ def seen(
     require_tool("esbuild", install="make render-env", also=[packages / "node_modules" / ".bin"])
     trace = journal / f"both.{request.param}"
     assert main(["convert", str(journal / "none"), str(journal / "stream"), "-o", str(trace)]) == 0
-    (journal / "queries.json").write_text(json.dumps(QUERIES if request.param == "pftrace" else for_chrome()))
-    picture = pictures / f"perfetto-{request.param.replace('.', '-')}.jpg"
+    perfetto = request.param == "pftrace"
+    (journal / "queries.json").write_text(json.dumps(QUERIES if perfetto else for_chrome()))
+    picture = (pictures if perfetto else journal) / "perfetto.jpg"
     done = subprocess.run(
         [node, SCRIPT, serve(trace), journal / "queries.json", picture],
         cwd=packages, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
@@ -145,7 +148,7 @@ def seen(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["thrown"] == []
-    return Seen(found["answers"], found["shown"], journal, picture)
+    return Seen(found["answers"], found["shown"], journal, picture, perfetto)
 
 
 def for_chrome() -> dict[str, str]:
@@ -179,7 +182,6 @@ def test_every_operation_is_on_its_stream_at_its_time(seen: Seen) -> None:
         trace = open_trace(seen.journal / fence)
         works = {record.op: record for record in trace if isinstance(record, (Kernel, Memcpy))}
         times = {record.op: record for record in trace if isinstance(record, Times)}
-        base = 0 if seen.picture.name.endswith("pftrace.jpg") else None
         drawn = {row["op"]: row for row in rows(seen, "slices", pid) if row["category"] == "device"}
 
         assert drawn.keys() == works.keys()
@@ -188,7 +190,7 @@ def test_every_operation_is_on_its_stream_at_its_time(seen: Seen) -> None:
         }
         for op, row in drawn.items():
             assert row["dur"] == times[op].end_ns - times[op].start_ns
-            if base is not None:
+            if seen.absolute:
                 assert row["ts"] == times[op].start_ns
 
 

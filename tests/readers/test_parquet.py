@@ -14,7 +14,7 @@ from pyarrow import parquet as pq
 
 from hicache_obs.errors import TraceError
 from hicache_obs.readers import open_trace, parquet
-from hicache_obs.readers.journal_format import JournalInfo
+from hicache_obs.readers.journal_format import COLUMNS, FIELDS, KIND_NAMES, JournalInfo
 from hicache_obs.records import Kernel, Mode, OpId, StreamId, ThreadId, device
 from hicache_obs.testing import History
 
@@ -132,3 +132,14 @@ def test_a_folder_with_several_ranks_wants_one_named(tmp_path: Path) -> None:
         open_trace(tmp_path)
     with pytest.raises(TraceError, match="holds no records of rank 2, only of 0, 4"):
         open_trace(tmp_path, rank=2)
+
+
+def test_the_columns_are_documented(checkout: Path) -> None:
+    page = (checkout / "docs" / "formats.md").read_text()
+
+    for name, type_ in COLUMNS:
+        kinds = [KIND_NAMES[kind] for kind, fields in FIELDS.items() if name in dict(fields)]
+        where = ", ".join(f"`{kind}`" for kind in kinds) or "all"
+        assert f"| `{name}` | {type_} | {where} |\n" in page
+    for name in JournalInfo.__dataclass_fields__:
+        assert f"`hicache_obs.{name}`" in page or f"`.{name}`" in page
