@@ -134,7 +134,7 @@ def _write_records(recordings: Sequence[Recording], output: Path, kind: str, *, 
         raise TraceError(f"{recordings[0].path}: nothing was recorded")
     if as_file and len(traces) > 1:
         raise ConfigError(
-            f"-o {output.name}: one file holds one trace, but there are {len(traces)}; name a folder, with --to {kind}"
+            f"{recordings[0].path}: {len(traces)} traces do not fit into one file; name a folder: -o DIR --to {kind}"
         )
     infos = [batches.info or JournalInfo() for batches in traces]
     if len({info.rank for info in infos}) < len(infos):
