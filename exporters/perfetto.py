@@ -16,7 +16,7 @@ SEQUENCE: Final = 1
 """``trusted_packet_sequence_id``: interned names belong to a sequence, and one is enough."""
 BATCH: Final = 1 << 11
 """Packets that are serialised together."""
-MAX_INTERNED: Final = 1 << 16
+MAX_INTERNED: Final = 1 << 13
 """Texts of one table; further ones are written out."""
 MAX_TIME_NS: Final = (1 << 63) - 1
 
