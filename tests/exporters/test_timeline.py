@@ -301,5 +301,5 @@ def test_memory_does_not_grow_with_the_records(make: Any, monkeypatch: pytest.Mo
             tracemalloc.stop()
 
     monkeypatch.setattr(perfetto, "MAX_INTERNED", 256)
-    small, large = peak(512), peak(2_048)
+    small, large = peak(1_024), peak(3_072)
     assert large < small + 100_000, (small, large)
