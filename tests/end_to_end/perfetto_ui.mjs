@@ -39,8 +39,10 @@ try {
   await page.evaluate(([selected]) => {
     const { trace } = window.app;
     for (const track of trace.workspace.flatTracks) track.expand();
+    for (const process of trace.workspace.children) process.collapse();
     trace.timeline.setViewportTime(BigInt(selected.view_start), BigInt(selected.view_end));
-    trace.selection.selectSqlEvent('slice', selected.id, { switchToCurrentSelectionTab: true });
+    const options = { switchToCurrentSelectionTab: true, scrollToSelection: true }; // which opens its process
+    trace.selection.selectSqlEvent('slice', selected.id, options);
   }, answers.selected);
   await page.waitForTimeout(1500);
   await page.evaluate(() => window.waitForPerfettoIdle());
