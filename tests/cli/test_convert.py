@@ -500,3 +500,14 @@ def parameters(method: Any) -> list[str]:
         return list(inspect.signature(method).parameters)
     except ValueError:
         return [line.split(":")[0].strip() for line in (method.__doc__ or "").splitlines() if " : " in line]
+
+
+@pytest.mark.parametrize("suffix", ["pftrace", "json.gz", "parquet", "arrows"])
+def test_torch_is_not_imported(tmp_path: Path, suffix: str) -> None:
+    source, out = journal(tmp_path / "journal", History(RACY).records), tmp_path / f"out.{suffix}"
+    code = (
+        "import sys; from hicache_obs.cli import main; import hicache_obs.cli.record; "
+        f"code = main(['convert', {str(source)!r}, '-o', {str(out)!r}]); sys.exit(code or 'torch' in sys.modules)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
