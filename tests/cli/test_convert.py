@@ -21,6 +21,7 @@ from hicache_obs.readers import open_trace
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.open_profile import open_profile
 from hicache_obs.readers.profile_records import profile_trace
+from hicache_obs.records import OpId, ThreadId, Times
 from hicache_obs.testing import History
 from hicache_obs.testing.kineto_writer import FORMATS, write_kineto
 from hicache_obs.testing.nsys_writer import GENERATIONS, nsys_tables, write_nsys
@@ -89,6 +90,21 @@ def test_a_race_is_a_finding_and_an_arrow_and_a_fence_is_an_arrow_only(
     out = capsys.readouterr().out
     assert f"{tmp_path / 'racy.json'}: 2 operations on 2 streams, 1 finding\n" in out
     assert f"{tmp_path / 'fenced.json'}: 2 operations on 2 streams, 1 wait\n" in out
+
+
+@pytest.mark.parametrize(("start_ns", "kept"), [(300, True), (10, False)])
+def test_a_findings_arrows_go_with_time(tmp_path: Path, start_ns: int, kept: bool) -> None:
+    measured = [Times(OpId(0), ThreadId(0), 999, 100, 200), Times(OpId(1), ThreadId(0), 999, start_ns, start_ns + 9)]
+    source, out = journal(tmp_path / "journal", [*History(RACY).records, *measured]), tmp_path / "out.json"
+    assert main(["convert", str(source), "-o", str(out)]) == 0
+    events = chrome(out)
+
+    (finding,) = [event for event in events if event.get("cat") == "finding"]
+    first, second = ("F work", "L work") if kept else ("L work", "F work")
+    to_earlier = ("F work", finding["name"]) if kept else (finding["name"], "F work")
+    expected = {(first, second), ("L work", finding["name"]), to_earlier}
+    assert arrows(events) == expected
+    assert finding["args"]["verdict"] == ("latent" if kept else "violation")
 
 
 @pytest.mark.parametrize(
