@@ -26,6 +26,7 @@ from hicache_obs.records import Kernel, Memcpy, Purpose, Times, WaitStream
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "perfetto_ui.mjs"
+VIEWER = Path(__file__).parent / "chrome_viewer.mjs"
 DEADLINE_S = 120
 DEMO = ["demo", "--device", "virtual", "--requests", "60", "--device-pages", "32"]
 NONE, STREAM = 1, 2
@@ -114,6 +115,24 @@ def serve(perfetto_ui: Path) -> Iterator[Callable[[Path], str]]:
 
 
 @pytest.fixture(scope="module")
+def browse(checkout: Path, require_tool: Callable[..., Path]) -> Callable[..., Any]:
+    """``browse(script, ...)``: the JSON that a script which drives Chromium prints."""
+    require_tool("chromium", install="apt-get install chromium")
+    node = require_tool("node", install="apt-get install nodejs npm")
+    packages = checkout / ".cache" / "dashboard-render"
+    require_tool("esbuild", install="make render-env", also=[packages / "node_modules" / ".bin"])
+
+    def run(*command: str | Path) -> Any:
+        done = subprocess.run(
+            [node, *command], cwd=packages, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Journals of the demo without fences and with them, on the deterministic device."""
     folder = tmp_path_factory.mktemp("perfetto")
@@ -127,26 +146,16 @@ def seen(
     request: pytest.FixtureRequest,
     journal: Path,
     serve: Callable[[Path], str],
-    checkout: Path,
-    require_tool: Callable[..., Path],
+    browse: Callable[..., Any],
     pictures: Path,
 ) -> Seen:
     """Both runs as one file, in each format."""
-    require_tool("chromium", install="apt-get install chromium")
-    node = require_tool("node", install="apt-get install nodejs npm")
-    packages = checkout / ".cache" / "dashboard-render"
-    require_tool("esbuild", install="make render-env", also=[packages / "node_modules" / ".bin"])
     trace = journal / f"both.{request.param}"
     assert main(["convert", str(journal / "none"), str(journal / "stream"), "-o", str(trace)]) == 0
     perfetto = request.param == "pftrace"
     (journal / "queries.json").write_text(json.dumps(QUERIES if perfetto else for_chrome()))
     picture = (pictures if perfetto else journal) / "perfetto.jpg"
-    done = subprocess.run(
-        [node, SCRIPT, serve(trace), journal / "queries.json", picture],
-        cwd=packages, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = browse(SCRIPT, serve(trace), journal / "queries.json", picture)
     assert found["thrown"] == []
     return Seen(found["answers"], found["shown"], journal, picture, perfetto)
 
@@ -247,3 +256,20 @@ def test_the_page_shows_streams_findings_and_the_selected_one(seen: Seen) -> Non
     for text in ("forward", "load-back", "write-back", "VIOLATION", "missing_edge", "load-back.wait_stream(forward)"):
         assert text in seen.shown, text
     assert seen.picture.stat().st_size > 30_000
+
+
+def test_the_viewer_of_chrome_tracing_takes_the_json(
+    journal: Path, serve: Callable[[Path], str], browse: Callable[..., Any], perfetto_ui: Path
+) -> None:
+    trace = journal / "old.json"
+    assert main(["convert", str(journal / "none"), str(journal / "stream"), "-o", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    (page,) = perfetto_ui.glob("v*/assets/catapult_trace_viewer.html")
+
+    found = browse(VIEWER, f"{serve(trace)}/{page.relative_to(perfetto_ui)}", trace)
+    assert found["warnings"] == []
+    assert found["processes"] == 2
+    assert found["slices"] == sum(event["ph"] == "X" for event in events)
+    assert found["arrows"] == sum(event["ph"] == "s" for event in events) > 1000
+    assert {"streams / forward", "streams / load-back", "threads / MainThread"} <= set(found["threads"])
+    assert any(name.startswith("findings / HC-") for name in found["threads"])
