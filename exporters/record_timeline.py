@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_obs.exporters.record_names import call_name, waited_for
-from hicache_obs.exporters.timeline import Flow, Lanes, Numbers, TimelineWriter, Value
-from hicache_obs.exporters.timeline_links import Links, ids_text
+from hicache_obs.exporters.timeline import Flow, Lanes, Numbers, TimelineWriter, Value, ids_text
+from hicache_obs.exporters.timeline_links import Links
 from hicache_obs.records import (
     ALL_LAYERS,
     NO_OP,
@@ -35,6 +35,7 @@ from hicache_obs.records import (
     OpId,
     PageAlloc,
     PageFree,
+    PageIds,
     Relocate,
     Space,
     StreamId,
@@ -47,6 +48,8 @@ from hicache_obs.trace import Names
 MAX_PENDING: Final = 1 << 16
 """Operations whose device times may still come; the oldest are drawn without."""
 MAX_IOS: Final = 1 << 12
+MAX_TEXTS: Final = 64
+"""Page arrays whose text is kept; it keeps the arrays, too."""
 STEP_NS: Final = 1000
 """Between two records where the source has no clock at all."""
 MAX_RATE: Final = 1 << 50
@@ -93,6 +96,7 @@ class RecordTimeline:
         self._io = Lanes(writer, numbers, self._process, "storage and network", _RANKS["io"])
         self._pending: dict[OpId, _Work | _Wait] = {}
         self._ios: dict[int, IoBegin] = {}
+        self._texts: dict[int, tuple[PageIds, str]] = {}
         self._transfers = _Transfers()
         self._position = 0
         self._clockless = not (links.host_times or links.measured)
@@ -192,10 +196,21 @@ class RecordTimeline:
         if record.layers != ALL_LAYERS:
             args["layers"] = f"{record.layers[0]}-{record.layers[1] - 1}"
         for access in record.accesses:
-            args[self._memory(access)] = ids_text(access.ids)
+            args[self._memory(access)] = self._ids(access.ids)
         args["thread"] = self._names.thread(record.thread)
         args["issued_ns"] = record.host_ns
         return args
+
+    def _ids(self, ids: PageIds) -> str:
+        """Text of an array; the layers of a transfer share one."""
+        known = self._texts.get(id(ids))
+        if known is not None and known[0] is ids:
+            return known[1]
+        if len(self._texts) == MAX_TEXTS:
+            self._texts.clear()
+        text = ids_text(ids)
+        self._texts[id(ids)] = ids, text
+        return text
 
     def _memory(self, access: Access) -> str:
         pools = self._names.host_pools if access.space is Space.HOST else self._names.pools
@@ -209,7 +224,7 @@ class RecordTimeline:
         if isinstance(record, HostAccess):
             args = self._about(record)
         elif isinstance(record, (PageAlloc, PageFree)):
-            args |= {"owner": record.owner, _SPACES[record.access.space]: ids_text(record.access.ids)}
+            args |= {"owner": record.owner, _SPACES[record.access.space]: self._ids(record.access.ids)}
         self._thread(record.thread).mark(
             self._call_name(record), "call", self._at(record), args, self._links.of(record.op)
         )

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
+import numpy as np
+
+from hicache_obs.records import PageIds
+
 Value = int | str
 Args = Mapping[str, Value]
 MAX_RUNS: Final = 16
@@ -108,14 +112,17 @@ class Lanes:
         self._ends.append(-(1 << 63))
 
 
-def runs_text(starts: Sequence[int], counts: Sequence[int]) -> str:
-    """``3-9, 12`` for the runs of ids; of many runs the first ones and how many are left."""
-    shown = [
-        str(start) if count == 1 else f"{start}-{start + count - 1}"
-        for start, count in zip(starts[:MAX_RUNS], counts[:MAX_RUNS], strict=True)
-    ]
-    more = len(starts) - MAX_RUNS
-    return ", ".join(shown) + (f" and {more} more runs" if more > 0 else "")
+def ids_text(ids: Sequence[int] | PageIds) -> str:
+    """Ids as runs, in their order, and how many they are: ``3-9, 12 (8)``; of many runs the first ones."""
+    values = np.asarray(ids, np.int64)
+    if not len(values):
+        return "none"
+    begins = np.flatnonzero(values[1:] - values[:-1] != 1) + 1
+    places = [0, *begins[:MAX_RUNS].tolist(), len(values)]
+    firsts, lasts = values[places[:-1]].tolist(), values[np.array(places[1:]) - 1].tolist()
+    runs = [str(low) if low == high else f"{low}-{high}" for low, high in zip(firsts, lasts, strict=True)]
+    more = len(begins) + 1 - MAX_RUNS
+    return ", ".join(runs[:MAX_RUNS]) + (f" and {more} more runs" if more > 0 else "") + f" ({len(values)})"
 
 
 def plain_text(text: str) -> str:

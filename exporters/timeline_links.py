@@ -16,7 +16,7 @@ import numpy as np
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.explain import fix
 from hicache_obs.costs import Ignore
-from hicache_obs.exporters.timeline import Args, Flow, Numbers, runs_text
+from hicache_obs.exporters.timeline import Args, Flow, Numbers, ids_text
 from hicache_obs.findings import AccessInfo, Finding, Shared
 from hicache_obs.records import (
     ALL_LAYERS,
@@ -33,7 +33,6 @@ from hicache_obs.records import (
     Kernel,
     Memcpy,
     OpId,
-    PageIds,
     Relocate,
     StreamId,
     Times,
@@ -240,13 +239,3 @@ def _args(finding: Finding) -> Args:
 def _side(access: AccessInfo) -> str:
     where = f"stream {access.stream}" if access.stream is not None else f"host thread {access.thread}"
     return f"{access.what} {access.group} {access.mode} by {access.site} on {where}"
-
-
-def ids_text(ids: Sequence[int] | PageIds) -> str:
-    """Ids as runs, and how many there are."""
-    values = np.asarray(ids, np.int64)
-    if not len(values):
-        return "none"
-    first = np.concatenate(([0], np.flatnonzero(np.diff(values) != 1) + 1))
-    counts = np.diff(first, append=len(values))
-    return f"{runs_text(values[first].tolist(), counts.tolist())} ({len(values)})"

@@ -19,8 +19,8 @@ from hicache_obs.exporters import perfetto, record_timeline, timeline_links
 from hicache_obs.exporters.chrome import ChromeWriter
 from hicache_obs.exporters.perfetto import PerfettoWriter
 from hicache_obs.exporters.record_timeline import RecordTimeline
-from hicache_obs.exporters.timeline import MAX_LANES, MAX_TEXT, Args, Flow, Lanes, Numbers, plain_text
-from hicache_obs.exporters.timeline_links import Links, ids_text
+from hicache_obs.exporters.timeline import MAX_LANES, MAX_TEXT, Args, Flow, Lanes, Numbers, ids_text, plain_text
+from hicache_obs.exporters.timeline_links import Links
 from hicache_obs.records import (
     AnyRecord,
     Direction,
