@@ -5,11 +5,15 @@ A test whose tool, data or device is absent is skipped with a reason that says w
 reasons but those that begin with one of its prefixes, which are this file's.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
+
+
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,6 +52,20 @@ def require_tool() -> RequireTool:
         return Path(path)
 
     return find
+
+
+@pytest.fixture(scope="session")
+def nsys_alone() -> Callable[[], AbstractContextManager[None]]:
+    """``with nsys_alone():``: no other test of this machine profiles now. Sessions of Nsight Systems 2022.4 that begin
+    at the same time can fail in ``sem_open``."""
+
+    @contextmanager
+    def hold() -> Iterator[None]:
+        with open(Path(tempfile.gettempdir()) / "hicache-obs-nsys.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    return hold
 
 
 @pytest.fixture(scope="session")

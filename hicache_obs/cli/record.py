@@ -61,7 +61,8 @@ def command(profiler: str | None, output: Path | None, arguments: tuple[str, ...
     code = _record(tool, folder, arguments)
     click.echo(f"recorded in {folder}")
     if code:
-        click.echo(f"{shlex.join(arguments)} {ending(code)}: what it would have done after that is not recorded")
+        under = " under nsys" if tool == "nsys" else ""  # whose exit code is its own or the command's
+        click.echo(f"{shlex.join(arguments)}{under} {ending(code)}: what it would have done then is not recorded")
     verdict = _judge(tool, folder)
     return int(ExitCode.NOTHING_CHECKED if code and verdict is ExitCode.CLEAN else verdict)
 

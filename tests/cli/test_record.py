@@ -134,7 +134,7 @@ def test_the_command_fails(tmp_path: Path, fake_nsys: Callable[..., Path], capfd
         command = python(f"{safe}\n{end}")
         assert main(["record", "-o", str(tmp_path / str(number)), *command]) == 3  # what it did was clean
         text = capfd.readouterr().out
-        assert f"{shlex.join(command[1:])} {words}: what it would have done after that is not recorded\n" in text
+        assert f"{shlex.join(command[1:])} under nsys {words}: what it would have done then is not recorded\n" in text
         assert "clean, " in text
     racy = python(f"{RACY.format('F:w5 L:w5')}\nraise SystemExit(7)")
     assert main(["record", "-o", str(tmp_path / "racy"), *racy]) == 1
@@ -260,5 +260,5 @@ def test_a_signal_ends_the_command_and_what_it_did_is_judged(
     out, error = process.communicate(timeout=DEADLINE_S)
 
     assert process.returncode == 1, out + error
-    assert f"was ended by {number.name}" in out
+    assert f"under nsys was ended by {number.name}" in out
     assert "findings, 1 page pairs checked" in out

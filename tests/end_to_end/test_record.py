@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
 def ran(
     require_tool: Callable[..., Path],
     nvtx_0_2_11: Path,
+    nsys_alone: Callable[[], AbstractContextManager[None]],
     checkout: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Ran]:
@@ -74,10 +76,11 @@ def ran(
     }
     found = {}
     for command, shown in commands((checkout / "docs" / "nsight.md").read_text()):
-        ended = subprocess.run(
-            shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
-            check=False,
-        )  # fmt: skip
+        with nsys_alone():
+            ended = subprocess.run(
+                shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
+                check=False,
+            )  # fmt: skip
         words = command.split()
         found[f"{words[1]} {words[-1]}"] = Ran(command, shown, ended.returncode, ended.stdout + ended.stderr)
     return found
