@@ -7,6 +7,7 @@ when, storage and network transfers, and counters of transfers that are pending 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -94,8 +95,8 @@ class RecordTimeline:
         self._streams: dict[StreamId, Lanes] = {}
         self._threads: dict[ThreadId, Lanes] = {}
         self._io = Lanes(writer, numbers, self._process, "storage and network", _RANKS["io"])
-        self._pending: dict[OpId, _Work | _Wait] = {}
-        self._ios: dict[int, IoBegin] = {}
+        self._pending: OrderedDict[OpId, _Work | _Wait] = OrderedDict()  # whose oldest goes in no time
+        self._ios: OrderedDict[int, IoBegin] = OrderedDict()
         self._texts: dict[int, tuple[PageIds, str]] = {}
         self._transfers = _Transfers()
         self._position = 0
@@ -126,8 +127,8 @@ class RecordTimeline:
 
     def finish(self) -> None:
         """Draw what is left: operations without times, findings, counters."""
-        for op in list(self._pending):
-            self._untimed(op)
+        while self._pending:
+            self._untimed(self._pending.popitem(last=False)[1])
         for begun in self._ios.values():
             self._io.mark(self._names.ios.get(begun.io, "transfer"), "io", self._at(begun), self._about(begun))
         self._draw_findings()
@@ -147,7 +148,7 @@ class RecordTimeline:
         if record.op != NO_OP:
             self._pending[record.op] = record
             if len(self._pending) > MAX_PENDING:
-                self._untimed(next(iter(self._pending)))
+                self._untimed(self._pending.popitem(last=False)[1])
 
     def _flows_of_call(self, record: _Work | _Wait) -> Sequence[Flow]:
         """A wait's own arrows end in the call; those of work in the work."""
@@ -167,8 +168,7 @@ class RecordTimeline:
             self._transfers.add(record, times)
         self._draw(record, times.start_ns, times.end_ns, {**self._about(record), "error_ns": times.error_ns})
 
-    def _untimed(self, op: OpId) -> None:
-        record = self._pending.pop(op)
+    def _untimed(self, record: _Work | _Wait) -> None:
         if not isinstance(record, (EventWait, WaitStream)):
             self._draw(record, self._at(record), None, {**self._about(record), "measured": "no, drawn where issued"})
 
@@ -242,8 +242,7 @@ class RecordTimeline:
     def _begin_io(self, record: IoBegin) -> None:
         self._ios[record.io] = record
         if len(self._ios) > MAX_IOS:
-            oldest = next(iter(self._ios))
-            begun = self._ios.pop(oldest)
+            _, begun = self._ios.popitem(last=False)
             self._io.mark(self._io_name(begun), "io", self._at(begun), self._about(begun))
 
     def _end_io(self, record: IoEnd) -> None:

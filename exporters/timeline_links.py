@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -81,9 +82,9 @@ class Links(Ignore):
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
-        self._analyzer = Analyzer(self)
+        self._analyzer: Analyzer | None = Analyzer(self)
         self._last: dict[StreamId, OpId] = {}
-        self._recorded: dict[EventId, list[tuple[StreamId, OpId]]] = {}
+        self._recorded: OrderedDict[EventId, list[tuple[StreamId, OpId]]] = OrderedDict()
         self._waiting: dict[StreamId, list[tuple[StreamId, OpId]]] = {}
         self._replay: OpId = NO_OP
         self._ops = array("q")
@@ -97,6 +98,7 @@ class Links(Ignore):
 
     def feed(self, records: Sequence[AnyRecord]) -> None:
         """Take in the next records."""
+        assert self._analyzer is not None
         self._analyzer.feed(records)
         for record in records:
             if isinstance(record, Define):
@@ -111,7 +113,9 @@ class Links(Ignore):
 
     def finish(self) -> None:
         """All records were there."""
+        assert self._analyzer is not None
         self._analyzer.finish()
+        self._analyzer = None  # its tables are large, and the second pass needs none of them
         order = np.argsort(np.frombuffer(self._ops, np.int64), kind="stable")
         self._ends = array("q", np.frombuffer(self._ends, np.int64)[order].tobytes())
         self._ops = array("q", np.frombuffer(self._ops, np.int64)[order].tobytes())
@@ -164,7 +168,7 @@ class Links(Ignore):
         self._recorded.pop(event, None)
         self._recorded[event] = sources
         if len(self._recorded) > MAX_EVENTS:
-            del self._recorded[next(iter(self._recorded))]
+            self._recorded.popitem(last=False)
 
     def _wait(self, waiter: StreamId, sources: Iterable[tuple[StreamId, OpId]]) -> None:
         queued = self._waiting.setdefault(waiter, [])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_obs.exporters import perfetto, record_timeline, timeline_links
@@ -108,6 +108,7 @@ def times(op: int, start: int, end: int) -> Times:
 # -- lanes ---------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-9, 40), st.integers(0, 12)), max_size=60))
 def test_slices_of_a_lane_follow_each_other_and_none_is_lost(spans: list[tuple[int, int]]) -> None:
     drawing = Drawing()
@@ -216,6 +217,7 @@ def test_findings_beyond_the_bound_are_counted(monkeypatch: pytest.MonkeyPatch) 
 # -- texts ---------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_every_text_becomes_one_that_every_format_takes(text: str) -> None:
     shown = plain_text(text)
@@ -226,6 +228,7 @@ def test_every_text_becomes_one_that_every_format_takes(text: str) -> None:
     assert len(shown) == min(len(text), MAX_TEXT + 3)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.characters(codec=None), max_size=20), st.text(max_size=20))
 def test_both_writers_take_every_text(name: str, value: str) -> None:
     from perfetto.protos.perfetto.trace import perfetto_trace_pb2
