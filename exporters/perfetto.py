@@ -86,7 +86,7 @@ class PerfettoWriter:
     def close(self) -> None:
         """Write what is left."""
         self._file.write(self._trace.SerializeToString())
-        self._trace.Clear()
+        self._trace = self._pb.Trace()  # Clear() would keep its memory
 
     # -- packets ---------------------------------------------------------------------------------------------
 
