@@ -9,8 +9,6 @@ import fcntl
 import os
 import shutil
 import subprocess
-
-
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

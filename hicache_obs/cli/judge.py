@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from hicache_obs.analyzer.pairs import PairProof, PairProofs
-from hicache_obs.analyzer.tally import DEFINITE
 from hicache_obs.cli.verdict import STEP, Report, analyse
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.accepted import Accepted
@@ -207,7 +206,7 @@ def source_of(report: AnyReport) -> str:
 
 
 def sentence(report: AnyReport) -> str:
-    """The verdict and what it is about. The part before the colon is ``SAFE``, ``VIOLATED``, ``ACCEPTED`` (findings,
+    """The verdict and what it is about. The part before the colon is ``SAFE``, ``VIOLATED``, ``AS ACCEPTED`` (findings,
     all of them expected), ``NOT DECIDABLE`` or ``NOTHING CHECKED``."""
     if isinstance(report, CopyReport):
         return _copies_sentence(report)
@@ -231,11 +230,12 @@ def _copies_sentence(report: CopyReport) -> str:
 
 def _trace_sentence(report: Report, seen: str) -> str:
     verdicts = report.keeper.verdicts
-    bad = sum(verdicts[verdict] for verdict in DEFINITE)
-    wrong = verdicts[Verdict.VIOLATION]
+    bad, wrong = (report.keeper.unexpected(report.accepted.covers, *which) for which in ((), ([Verdict.VIOLATION],)))
+    expected = report.expected
     if report.code is ExitCode.FINDINGS:
+        known = f", {expected:,} more that {'is' if expected == 1 else 'are'} accepted" if expected else ""
         pairs = f"{bad:,} operation pair{_are(bad)} in no proven order"
-        return f"VIOLATED: {pairs}, {wrong:,} of them ran in the wrong one; {seen}"
+        return f"VIOLATED: {pairs}, {wrong:,} of them ran in the wrong one{known}; {seen}"
     if report.undecided:
         unknown = verdicts[Verdict.UNKNOWN]
         if not unknown:
@@ -243,9 +243,9 @@ def _trace_sentence(report: Report, seen: str) -> str:
         return f"NOT DECIDABLE: the order of {unknown:,} operation pair{'s' * (unknown != 1)} is unknown; {seen}"
     if not report.pairs_checked:
         return f"NOTHING CHECKED: no two operations touch the same pages; {seen}"
-    if bad:
-        pairs = f"{bad:,} operation pair{_are(bad)} in no proven order, as accepted findings say"
-        return f"ACCEPTED: {pairs}, {wrong:,} of them ran in the wrong one; {seen}"
+    if expected:
+        pairs = f"{expected:,} operation pair{_are(expected)} in no proven order, which is accepted for now"
+        return f"AS ACCEPTED: {pairs}; {seen}"
     return f"SAFE: every conflicting pair is in proven order; {seen}"
 
 

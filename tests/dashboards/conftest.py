@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import os
 import re
 import signal
 import socket
