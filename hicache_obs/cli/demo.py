@@ -19,6 +19,7 @@ from rich.table import Table
 from hicache_obs.analyzer import explain
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.cli.outputs import Outputs, export_options, load_accepted, otlp_options
+from hicache_obs.config import read_text
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Verdict
 
@@ -108,7 +109,8 @@ class _Defaults:
 )  # fmt: skip
 @click.option(
     "--journal", type=click.Path(path_type=Path), metavar="DIR",
-    help="Keep every record of the check runs, one folder per policy, for 'hicache-obs check'.",
+    help="Keep every record of the check runs, one folder per policy, for 'hicache-obs check'; default: "
+    "HICACHE_OBS_JOURNAL.",
 )  # fmt: skip
 @export_options
 @click.option("--json", "json_file", metavar="FILE|-", help="Write the results as JSON; - is standard output.")
@@ -217,6 +219,8 @@ def build_options(
     defaults = _Defaults(runner, real=workload is not None)
     work = _workload(workload, requests, defaults, seed)
     fences = FENCES if fence == "all" else (fence,)
+    if journal is None and read_text("journal")[0]:
+        journal = Path(read_text("journal")[0])
     if journal is not None:
         _check_folder(journal)
     import torch

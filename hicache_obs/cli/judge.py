@@ -132,7 +132,7 @@ def judge_file(
         return [analyse(trace, accepted=accepted, progress=lambda done, total: progress("checking", done, total))]
     if journal is None:
         return [check_copies(profile, progress)]
-    return [_judge(profile, trace_path, rank, progress, accepted) for trace_path, rank in _journals(journal)]
+    return [_judge(profile, trace_path, rank, progress, accepted) for trace_path, rank in journals_at(journal)]
 
 
 def _judge(
@@ -143,13 +143,14 @@ def _judge(
     return JoinedReport(profile, report, coverage)
 
 
-def _journals(path: Path) -> list[tuple[Path, int | None]]:
+def journals_at(path: Path) -> list[tuple[Path, int | None]]:
     """The journals at ``path``: of every rank, or of every folder in it, such as the policies of a demo."""
     from hicache_obs.readers.journal import journal_ranks
+    from hicache_obs.readers.parquet import parquet_ranks
 
     if not path.is_dir():
         return [(path, None)]
-    ranks = journal_ranks(path)
+    ranks = journal_ranks(path) or parquet_ranks(path)
     if ranks:
         return [(path, rank) for rank in ranks]
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and journal_ranks(folder))

@@ -99,6 +99,18 @@ def test_table_and_first_finding(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in out
 
 
+def test_the_setting_says_where_the_journal_goes_without_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HICACHE_OBS_JOURNAL", str(tmp_path / "set"))
+    command = ["demo", "--device", "virtual", "--fence", "page", "--requests", "20"]
+
+    assert main(command) in (0, 3)  # so few requests may give nothing to check
+    assert main([*command, "--journal", str(tmp_path / "flag")]) in (0, 3)
+    assert [folder.name for folder in tmp_path.glob("*/page")] == ["page", "page"]
+    assert len(list((tmp_path / "set" / "page").iterdir())) == 1
+
+
 def test_journal_gives_the_same_verdicts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """``check`` on the journal of a run finds what the run found."""
     common = ["--device", "virtual", "--requests", "80", "--journal", str(tmp_path)]

@@ -300,10 +300,3 @@ def has(webhooks: dict[str, list[Alert]], status: str) -> bool:
         for group in list(webhooks.get("pager", []))
         for alert in group["alerts"]
     )
-
-
-@pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: ``HICACHE_OBS_PICTURES``, else a temporary folder."""
-    folder = os.environ.get("HICACHE_OBS_PICTURES")
-    return Path(folder).resolve() if folder else tmp_path_factory.mktemp("pictures")
