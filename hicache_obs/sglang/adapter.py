@@ -22,6 +22,9 @@ After: TypeAlias = Callable[..., None]
 """``after(session, state, result, *args, **kwargs)``, called when the engine's function has returned."""
 Failed: TypeAlias = Callable[..., None]
 """``failed(session, state)``, called when the engine's function has raised, before the exception goes on."""
+Direct: TypeAlias = Callable[..., Callable[..., Any]]
+"""``direct(session, guard)`` makes the whole hook, ``hook(original, *args, **kwargs)``: for the few functions that are
+called so often that the guard's own layers would cost more than the hook. It keeps the guard's promises itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Adapter:
         target: Dotted name of a function or method.
         versions: Releases that have it.
         before, after, failed: See the type aliases; each may be absent.
+        direct: In place of these three.
         hazards: What cannot be observed where the target is missing.
         group: While a call of a group runs, further calls of that group on the same thread are the engine's own
             business and not recorded: ``wait_stream`` is made of ``record`` and ``wait``.
@@ -43,6 +47,7 @@ class Adapter:
     before: Before | None = None
     after: After | None = None
     failed: Failed | None = None
+    direct: Direct | None = None
     hazards: tuple[Hazard, ...] = field(default=())
     group: str = ""
     optional: bool = False

@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 
 from hicache_obs.findings import Hazard
-from hicache_obs.records import ALL_LAYERS, Access, Mode, Space
+from hicache_obs.records import ALL_LAYERS, Access, Mode, SlotAccess, Space
 from hicache_obs.sglang.adapter import Adapter
-from hicache_obs.sglang.page_ids import Convert, ConvertRows
+from hicache_obs.sglang.page_ids import ConvertRows, convert
 from hicache_obs.sglang.pages import base_pool, page_size
 from hicache_obs.sglang.rounds import SITE, Round, end_segment
 from hicache_obs.sglang.session import Session
@@ -33,20 +33,21 @@ _READS: Final = (Hazard.WAR_FORWARD_RESTORE, Hazard.RAW_RESTORE_FORWARD)
 
 
 def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: Any) -> Round | None:
-    session.local.round = None
+    lane = session.local
+    lane.round = None
     written = batch.out_cache_loc
     if written is None or not written.numel() or capturing():
         return None
     raw = session.raw_current_stream()
     session.forward_stream = raw
     pool = base_pool(runner.token_to_kv_pool)
-    writes = session.access(Space.DEVICE, Mode.WRITE, pool, written, Convert(page_size(pool), skip_zero=True))
+    writes = session.access(Space.DEVICE, Mode.WRITE, pool, written, convert(page_size(pool), skip_zero=True))
     if writes is None:
         return None
     reads = _reads(session, runner, batch, pool)
-    group = getattr(session.local, "round_group", 0) or session.number()
+    group = lane.round_group or session.number()
     accesses = (writes,) if reads is None else (writes, reads)
-    this = session.local.round = Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
+    this = lane.round = Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
     return this
 
 
@@ -58,7 +59,7 @@ def _reads(session: Session, runner: Any, batch: Any, pool: Any) -> Access | Non
         session.unobservable(_READS, "the batch does not say on the host how long its requests are")
         return None
     lengths = lengths.numpy() if hasattr(lengths, "numpy") else np.asarray(lengths)  # host memory either way
-    size, longest = page_size(pool), int(lengths.max())
+    size, longest = page_size(pool), max(lengths.tolist())
     limit = session.max_read_ids
     count = len(lengths) * -(-longest // size)
     if count > limit:
@@ -70,7 +71,7 @@ def _reads(session: Session, runner: Any, batch: Any, pool: Any) -> Access | Non
     ids = session.ids(
         rows, ConvertRows(size, lengths), derive=lambda there: entries.index_select(0, there), count=count
     )
-    return None if ids is None else Access(Space.DEVICE, Mode.READ, ids, session.pool(pool, Space.DEVICE))
+    return None if ids is None else SlotAccess(Space.DEVICE, Mode.READ, ids, session.pool(pool, Space.DEVICE))
 
 
 def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> None:
@@ -88,7 +89,7 @@ def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> 
 
 def _after_replay(session: Session, _: object, __: object, graphs: Any, *___: Any, **____: Any) -> None:
     """The round is a replay of a captured graph, which may hold an event that is recorded with every replay."""
-    this: Round | None = getattr(session.local, "round", None)
+    this: Round | None = session.local.round
     if this is None:
         return
     this.graph = session.graph(graphs, getattr(graphs, "_replay_graph_key", None))
@@ -99,7 +100,7 @@ def _after_replay(session: Session, _: object, __: object, graphs: Any, *___: An
 
 
 def _before_batch(session: Session, scheduler: Any, *_: Any, **__: Any) -> int:
-    outer = int(getattr(session.local, "round_group", 0))
+    outer = session.local.round_group
     session.local.round_group = session.number()
     for attribute, role in (("schedule_stream", "schedule"), ("forward_stream", "forward")):
         stream = getattr(scheduler, attribute, None)
