@@ -31,6 +31,8 @@ def serve() -> None:
     """In the process under test: a line of nanoseconds by name for every line that comes in."""
     import harness
 
+    harness.load()
+
     harness.LAYERS = LAYERS
     with harness.published():
         engine = harness.Engine(harness.Scenario("base+readdone+loadfence+writefence"))
