@@ -26,6 +26,8 @@ _FORWARD: Final = (
     Hazard.WAR_BACKUP_FORWARD,
     Hazard.GRAPH,
 )
+
+
 def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: Any) -> Round | None:
     lane = session.local
     lane.round = None

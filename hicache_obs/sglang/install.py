@@ -14,6 +14,7 @@ from hicache_obs.config import read_text
 from hicache_obs.findings import Hazard
 from hicache_obs.records import CaptureMode, Ranks
 from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.gpu_trace import start_gpu_trace
 from hicache_obs.sglang.guard import Around, around
 from hicache_obs.sglang.launch import start_agent
 from hicache_obs.sglang.page_ids import PageReader
@@ -101,6 +102,11 @@ def install_sglang() -> Installed | None:
     adapters = [*SGLANG_ADAPTERS, *_device_adapters(), *EXTRA_ADAPTERS]
     if read_text("tensor_syncs")[0] == "on":
         adapters += TENSOR_ADAPTERS
+    if read_text("gpu_trace")[0] == "on" and _has_cuda():
+        import torch
+        import torch.cuda._gpu_trace
+
+        start_gpu_trace(session, torch.cuda._gpu_trace, torch._C._activate_gpu_trace)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     installed = install(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 from hicache_obs.config import read_setting
 from hicache_obs.findings import Hazard
@@ -59,6 +59,13 @@ class StreamRef:
     stream_id: StreamId
     name: str
     kind: StreamKind = StreamKind.NONBLOCKING
+
+
+class EventHandles(Protocol):
+    """What keeps events by their handle."""
+
+    def know(self, handle: int, state: EventState) -> None:
+        """The event with this handle is one that a hook has seen."""
 
 
 @dataclass(slots=True)
@@ -110,6 +117,8 @@ class Session:
         self.lanes: Final = Lanes()
         self.ready = False
         """Whether there is a ring; if not, ``recording`` makes it. One look-up, for hooks ask at every call."""
+        self.gpu_trace: EventHandles | None = None
+        """Wants to know the handles of events, if somebody does."""
         self.missing: Final[dict[Hazard, str]] = {}
         """Why each hazard cannot be observed."""
         self.forward_stream: Any = None
@@ -251,6 +260,10 @@ class Session:
         if known is None or (role and handle not in self._roles):
             known = self._name_stream(int(handle), role, legacy=not handle and hasattr(stream, "cuda_stream"))
         return known
+
+    def stream_of(self, handle: int) -> Stream:
+        """The stream with this handle, of which there is no object of the engine's."""
+        return self._streams.get(handle) or self._name_stream(handle, "", legacy=not handle)
 
     def _handle(self, stream: Any) -> Any:
         """The handle of a stream of a class that is not known yet, or that has none of its own and is not numbered."""

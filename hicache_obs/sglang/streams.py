@@ -117,8 +117,19 @@ def _record(session: Session, guard: Guard) -> Around:
             lane.in_stream_call = False
             if state is not None:
                 state.version += 1  # no other thread comes in between here: there is no call
+                if session.gpu_trace is not None:
+                    _know_handle(session, guard, event, state)
 
     return hook
+
+
+def _know_handle(session: Session, guard: Guard, event: Any, state: EventState) -> None:
+    """An event has a handle from its first record on."""
+    try:
+        if session.gpu_trace is not None:
+            session.gpu_trace.know(int(event.cuda_event), state)
+    except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+        guard.failed(error)
 
 
 def _stream_waits(session: Session, guard: Guard) -> Around:

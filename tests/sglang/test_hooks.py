@@ -221,6 +221,71 @@ def test_a_graph_replay_has_its_own_event_before_its_accesses(server):
     assert (second.event, len(second.accesses)) == (None, 2)
 
 
+def draft_graphs(it):
+    pool = SimpleNamespace(page_size=4, layer_num=1)
+    runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=it.runner.req_to_token_pool)
+    return SimpleNamespace(model_runner=runner, _replay_graph_key=2)
+
+
+def test_a_draft_graph_outside_of_a_forward_is_a_round_of_its_own_pool(server):
+    it = server()
+    it.session.local.round_group = 17
+    it.call("ModelRunner.forward", it.runner, it.batch)
+    it.call("EAGLEDraftCudaGraphRunner.execute", draft_graphs(it), it.batch)
+    target, draft = it.records(Kernel, GraphReplay)
+    assert (type(target), type(draft)) == (Kernel, GraphReplay)
+    assert target.group == draft.group == 17  # one batch
+    assert [access.pool for access in target.accesses] == [0, 0]
+    assert [access.pool for access in draft.accesses] == [1, 1]
+    assert [access.ids.tolist() for access in draft.accesses] == [[1], [1, 2]]
+
+
+def test_a_draft_graph_inside_of_a_forward_is_that_round(server):
+    it = server()
+    graphs = draft_graphs(it)
+
+    def forward(runner, batch):
+        it.call("EAGLEDraftExtendCudaGraphRunner.execute", graphs, batch, None)
+
+    it.call("ModelRunner.forward", graphs.model_runner, it.batch, original=forward)
+    (replay,) = it.records(Kernel, GraphReplay)
+    assert replay.graph == 0
+    with pytest.raises(RuntimeError, match="theirs"):
+        it.call("FrozenKVMTPCudaGraphRunner.execute", graphs, it.batch, original=fails)
+    assert it.session.local.round is None
+
+
+def fails(*args, **kwargs):
+    raise RuntimeError("theirs")
+
+
+def test_sliding_window_pages_are_found_through_the_table_of_slots(server):
+    it = server()
+    window = SimpleNamespace(page_size=4, layer_num=2)
+    table = torch.zeros(100, dtype=torch.int64)
+    table[4:8] = torch.arange(12, 16)  # page 1 is the window pool's page 3; page 2 has left the window
+    full = it.pool
+    it.runner.token_to_kv_pool = SimpleNamespace(full_kv_pool=full, swa_kv_pool=window, full_to_swa_index_mapping=table)
+    it.call("ModelRunner.forward", it.runner, it.batch)
+    (kernel,) = it.records(Kernel)
+    assert [(one.pool, one.mode.name, one.ids.tolist()) for one in kernel.accesses] == [
+        (0, "WRITE", [1]),
+        (0, "READ", [1, 2]),
+        (1, "WRITE", [3]),
+        (1, "READ", [3]),
+    ]
+
+
+def test_mamba_states_are_written_by_every_round_of_their_requests(server):
+    it = server()
+    requests = it.runner.req_to_token_pool
+    requests.mamba_pool = SimpleNamespace(num_layers=2)
+    requests.req_index_to_mamba_index_mapping = torch.tensor([0, 6], dtype=torch.int32)
+    it.call("ModelRunner.forward", it.runner, it.batch)
+    (kernel,) = it.records(Kernel)
+    assert [(one.pool, one.mode.name, one.ids.tolist()) for one in kernel.accesses][2:] == [(1, "WRITE", [6])]
+
+
 def test_a_round_that_reads_too_much_says_that_reads_are_out_of_sight(server, monkeypatch):
     monkeypatch.setenv("HICACHE_OBS_READ_IDS", "1")
     it = server()
