@@ -96,6 +96,15 @@ SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
         "page ids",
         "pages a forward round may read to be recorded with them (plugin)",
     ),
+    Setting(
+        "link_gb_s",
+        "HICACHE_OBS_LINK_GB_S",
+        512,
+        1,
+        1 << 16,
+        "GB/s",
+        "no copy between host and device is faster: one that looks so ran on another stream (plugin)",
+    ),
     TextSetting(
         "mode",
         "HICACHE_OBS",

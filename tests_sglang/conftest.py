@@ -62,6 +62,7 @@ class Outcome:
         return {finding.hazard.value for finding in self.findings}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one module share what the harness gave; so do those that ask for the older releases."""
     for item in items:

@@ -119,6 +119,8 @@ class Session:
         """Whether there is a ring; if not, ``recording`` makes it. One look-up, for hooks ask at every call."""
         self.gpu_trace: EventHandles | None = None
         """Wants to know the handles of events, if somebody does."""
+        self.copies: Any = None
+        """The ``CopyCheck`` of this session, from its first copy on."""
         self.missing: Final[dict[Hazard, str]] = {}
         """Why each hazard cannot be observed."""
         self.forward_stream: Any = None

@@ -14,6 +14,7 @@ from hicache_obs.findings import Hazard
 from hicache_obs.recorder.batch import LAYER_BITS, Measured
 from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, Purpose, Space, Work
 from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.copy_check import CopyCheck
 from hicache_obs.sglang.fences import add_load_fence, add_write_fence
 from hicache_obs.sglang.guard import Around, Guard
 from hicache_obs.sglang.page_ids import convert
@@ -216,7 +217,11 @@ def _after_copy(session: Session, copy: _Copy | None, *_: Any, **__: Any) -> Non
     """The copy is launched: it goes into the ring with what was measured around it."""
     if copy is not None:
         session.stop_timing(copy.measured, copy.stream)
-        session.recorder.enqueue(session.stream(copy.stream), copy.work, copy.measured)
+        check = session.copies
+        if check is None:
+            check = session.copies = CopyCheck(session)
+        measured = check.watch(copy.measured, copy.work.size_bytes)
+        session.recorder.enqueue(session.stream(copy.stream), copy.work, measured)
 
 
 def _accesses(

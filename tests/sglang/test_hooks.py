@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hicache_obs.findings import Hazard
+from hicache_obs.readers import open_trace
 from hicache_obs.readers.ring import read_ring
 from hicache_obs.records import (
     ALL_LAYERS,
@@ -309,6 +310,20 @@ def test_the_copies_of_a_transfer_share_their_pages_and_one_in_sixteen_transfers
     assert [access.ids.tolist() for access in copies[0].accesses] == [[1, 2], [2, 3]]
     assert copies[0].accesses[0].ids is copies[1].accesses[0].ids
     assert it.log == [("begin", 5), ("end", 5)] * 3
+
+
+@pytest.mark.parametrize(("size_per_token", "right"), [(3 * 100, True), (3 * 1_000_000, False)])
+def test_a_copy_that_is_faster_than_any_link_ran_on_another_stream(server, size_per_token, right):
+    it = server()  # whose event pairs are 100 ns apart
+    host = SimpleNamespace(page_size=4, layer_num=3, size_per_token=size_per_token)
+    it.session.local.transfer = 16
+    it.call("load_to_device_per_layer_physical", host, it.pool, torch.arange(4, 12), torch.arange(8, 16), 0, "direct")
+    (copy,) = it.records(Memcpy)
+    assert copy.size_bytes == 8 * size_per_token // 3
+    assert (it.session.copies.confirmed, it.session.copies.impossible) == ((1, 0) if right else (0, 1))
+    status = open_trace(it.session.ring.path).names.status
+    assert status["copies confirmed on their stream" if right else "copies not on their stream"] == 1
+    assert (Hazard.WAW_FORWARD_RESTORE in it.session.missing) is not right
 
 
 def test_enforce_issues_a_load_fence_once_there_is_a_round_and_only_where_none_is(server):
