@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from hicache_obs.findings import Hazard
 from hicache_obs.sglang.versions import ALL_VERSIONS, Versions
 
-DONE: Final = object()
-"""What a ``before`` returns that has done all there is to do: neither ``after`` nor ``failed`` is called."""
 Before: TypeAlias = Callable[..., Any]
 """``before(session, *args, **kwargs)``, called before the engine's function; what it returns is the call's state."""
 After: TypeAlias = Callable[..., None]

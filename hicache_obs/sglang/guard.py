@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from hicache_obs.sglang.adapter import DONE, Adapter
+from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.session import MAX_FAILURES, Session
 
 Around: TypeAlias = Callable[..., Any]
@@ -57,8 +57,6 @@ def around(session: Session, adapter: Adapter) -> Around:
                 return original(*args, **kwargs)
             if session.failures:
                 session.hook_worked()
-            if state is DONE:
-                return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException:
