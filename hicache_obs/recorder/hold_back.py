@@ -10,8 +10,7 @@ import threading
 from collections import deque
 from typing import Final, Protocol, cast
 
-import msgspec
-
+from hicache_obs._struct import replace
 from hicache_obs.recorder.batch import Block
 from hicache_obs.recorder.ring import BlockSink, pack_plain
 from hicache_obs.records import Access, AnyRecord, CaptureMode, DropReason, PageIds
@@ -180,8 +179,8 @@ class HoldBack:
         if fresh is accesses:
             return record
         if hasattr(record, "access"):
-            return msgspec.structs.replace(record, access=fresh[0])
-        return msgspec.structs.replace(record, accesses=fresh)
+            return replace(record, access=fresh[0])
+        return replace(record, accesses=fresh)
 
     def _with_pages(self, accesses: tuple[Access, ...]) -> tuple[Access, ...]:
         """``accesses`` with their ids, the same object for the same object; themselves if none came late."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +48,22 @@ def test_the_unfenced_load_back_is_reported_and_wrong_and_the_fenced_one_is_neit
     told = plugin.load_backs(machine)
     assert told["unfenced"] == {"hazards": ["waw_forward_restore"], "page": 22.0}
     assert told["fenced"] == {"hazards": [], "page": 11.0}
+
+
+def test_it_runs_without_the_packages_that_a_gpu_machine_may_lack(checkout, tmp_path):
+    code = (
+        "import sys\n"
+        "for name in ('msgspec', 'nvtx', 'jsonschema', 'opentelemetry'): sys.modules[name] = None\n"
+        "sys.path.insert(0, 'tests/gpu')\n"
+        "import plugin\n"
+        "print(plugin.Session('stand-in', current_stream=object).recording)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "HICACHE_OBS_DIR": str(tmp_path / "rings")}
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_the_cost_of_a_round_is_measured(plugin, machine):
