@@ -62,14 +62,6 @@ class Outcome:
         return {finding.hazard.value for finding in self.findings}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one module share what the harness gave; so do those that ask for the older releases."""
-    for item in items:
-        older = item.path.stem in ("test_audit", "test_versions")
-        item.add_marker(pytest.mark.xdist_group("older" if older else item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def sglang_folder() -> Path:
     """The folder ``make_env.sh`` made."""
