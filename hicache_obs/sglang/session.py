@@ -93,6 +93,7 @@ class Session:
         mode: Observe, or also issue missing fences.
         role: What the process does; the first word of the ring's name.
         current_stream: The engine's current stream on the calling thread.
+        current_handle: Its handle, where that is quicker to get than the stream; it may give ``None``.
         reader: Reads index tensors.
         ranks: Asked once, when the ring is made.
         timing: Gives the device whose event pairs time rounds, fences and copies; asked until there is one.
@@ -106,6 +107,7 @@ class Session:
         mode: CaptureMode = CaptureMode.OBSERVE,
         role: str = "scheduler",
         current_stream: Callable[[], Any],
+        current_handle: Callable[[], int | None] | None = None,
         reader: PageReader | None = None,
         ranks: Callable[[], Ranks] = Ranks,
         timing: Callable[[], Device | None] | None = None,
@@ -129,6 +131,7 @@ class Session:
         self._mode = mode
         self._role = role
         self._current_stream = current_stream
+        self._current_handle = current_handle
         self._reader = reader
         self._ranks = ranks
         self._timing = timing
@@ -241,7 +244,10 @@ class Session:
 
     def current_stream(self) -> Stream:
         """The calling thread's current stream."""
-        return self.stream(self._current_stream())
+        handle = None if self._current_handle is None else self._current_handle()
+        if handle is None:
+            return self.stream(self._current_stream())
+        return self._streams.get(handle) or self.stream_of(handle)
 
     def graph(self, runner: Any, key: object) -> int:
         """Number of the executable graph that ``runner`` keeps under ``key``."""

@@ -103,7 +103,7 @@ def _record(session: Session, guard: Guard) -> Around:
                 batch.record(known)
             elif in_graph is None or not in_graph():
                 raw = args[0] if args else kwargs.get("stream")
-                where = session.stream(session.raw_current_stream() if raw is None else raw)
+                where = session.current_stream() if raw is None else session.stream(raw)
                 state = known
                 session.recorder.put(lane, EVENT_RECORD, known.event_id, where, None, known)
             if session.failures:
@@ -173,7 +173,7 @@ def _waits(session: Session, guard: Guard) -> Callable[[Around, Any, Any, tuple[
                 purpose = kwargs.get("purpose") if kwargs else None  # what our own stream protocol adds
                 if purpose is None:
                     purpose = _event_purpose(lane.purpose, state)
-                waiter = session.stream(session.raw_current_stream() if stream is None else stream)
+                waiter = session.current_stream() if stream is None else session.stream(stream)
                 session.recorder.put(lane, EVENT_WAIT | purpose << 16, state.event_id, waiter)
             if session.failures:
                 session.hook_worked()

@@ -25,6 +25,7 @@ from hicache_obs.readers import open_trace
 from hicache_obs.records import Memcpy
 from hicache_obs.sglang.gpu_trace import start_gpu_trace
 from hicache_obs.sglang.guard import around
+from hicache_obs.sglang.install import _current_handle
 from hicache_obs.sglang.page_ids import PageReader
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.streams import stream_adapters
@@ -148,6 +149,7 @@ def observed(machine: Machine) -> Iterator[Session]:
     session = Session(
         "stand-in 1",
         current_stream=machine.module.current_stream,
+        current_handle=None if machine.tensors == "cpu" else _current_handle(),
         reader=PageReader(lambda: machine.module, lambda ids: torch.empty(ids, dtype=torch.int64, pin_memory=True)),
         timing=machine.timing,
     )

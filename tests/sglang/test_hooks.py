@@ -203,6 +203,19 @@ def test_an_event_recorded_inside_a_round_does_not_cover_it(server):
     assert (type(inside), type(kernel)) == (EventRecord, Kernel)
 
 
+def test_the_current_stream_may_be_asked_for_by_its_handle_alone(server):
+    handle = [None, 77, 77]
+    it = server(current_handle=lambda: handle.pop(0))
+    row = next(row for row in streams.stream_adapters("a.Stream", "a.Event") if row.target == "a.Event.record")
+    for _ in range(2):  # at first torch cannot tell yet
+        around(it.session, row)(lambda event: None, SimpleNamespace())
+    it.current = Stream(77)
+    it.session.stream(it.current, "forward")
+    around(it.session, row)(lambda event: None, SimpleNamespace())
+    assert [one.stream for one in it.records(EventRecord)] == [5, 77, 77]
+    assert open_trace(it.session.ring.path).names.streams == {5: "stream 0x5", 77: "forward"}
+
+
 def test_a_graph_replay_has_its_own_event_before_its_accesses(server):
     it = server()
 
