@@ -216,7 +216,7 @@ def _current_handle() -> Callable[[], int | None] | None:
     handle, device = (getattr(torch._C, f"_cuda_{name}", None) for name in ("getCurrentRawStream", "getDevice"))
     if handle is None or device is None:
         return None
-    initialized = torch.cuda.is_initialized
+    initialized: Callable[[], bool] = torch.cuda.is_initialized
     return lambda: int(handle(device())) if initialized() else None
 
 
