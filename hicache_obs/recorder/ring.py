@@ -252,8 +252,8 @@ class RingWriter:
     def mode(self) -> CaptureMode:
         """The mode byte; an agent may change it at any time. Without the lock: recorders ask at every call."""
         try:
-            word = self._words[_MODE]
-        except ValueError:  # closed
+            word = self._words[_MODE] if self._open else 0
+        except ValueError:  # closed meanwhile
             return CaptureMode.OFF
         return _MODES[word] if 0 <= word < len(_MODES) else CaptureMode.OFF
 
