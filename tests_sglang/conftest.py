@@ -71,6 +71,11 @@ def sglang_folder() -> Path:
 @pytest.fixture(scope="session")
 def environment(sglang_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
     """``environment(version, mode, **more)``: variables for a process that runs that release in that mode."""
+    # SGLang builds an extension at its first use: two workers must not build into one folder. The lock of a run that
+    # was killed while it built would be waited for without end.
+    built = sglang_folder / f"built-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
+    for lock in built.glob("*/lock"):
+        lock.unlink()
 
     def make(version: str = NEWEST, mode: str = "observe", **more: str) -> dict[str, str]:
         places = [] if version == NEWEST else [sglang_folder / f"sglang-{version}"]
@@ -88,8 +93,7 @@ def environment(sglang_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
             "HICACHE_OBS_ARENA_IDS": "65536",
             "HARNESS_TMP": str(directory),
             "OMP_NUM_THREADS": "1",
-            # SGLang builds an extension at its first use: two workers must not build into one folder.
-            "TORCH_EXTENSIONS_DIR": str(sglang_folder / f"built-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"),
+            "TORCH_EXTENSIONS_DIR": str(built),
         }
         if mode:
             variables["HICACHE_OBS"] = mode
