@@ -74,7 +74,7 @@ crash: venv  ## kill writing processes at random moments and read their rings (N
 $(SGLANG)/.complete:
 	PYTHON=$(PYTHON) tests_sglang/make_env.sh $(SGLANG)
 
-test-sglang: $(SGLANG)/.complete  ## run the tests on the real SGLang, in an environment of its own (3 GB, 4 minutes, then 10)
+test-sglang: $(SGLANG)/.complete  ## run the tests on the real SGLang, in an environment of its own (3 GB, 2 minutes, then the tests)
 	HICACHE_OBS_SGLANG=$(SGLANG) $(SGLANG)/venv/bin/python -m pytest tests_sglang $(ARGS)
 
 blast: venv  ## blast radius against wrong contents of engine runs (N=1000 seeds per schedule and model)

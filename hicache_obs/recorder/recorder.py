@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from hicache_obs.recorder.batch import Batch
 from hicache_obs.recorder.event_state import EventState
+from hicache_obs.recorder.lane import Lanes
 from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
 from hicache_obs.recorder.ring import RecordSink
 from hicache_obs.records import (
@@ -30,6 +30,7 @@ from hicache_obs.records import (
     NO_OP,
     Access,
     AnyRecord,
+    CaptureMode,
     Define,
     DefineSpace,
     DropReason,
@@ -99,15 +100,6 @@ class RecorderCounters:
     hook_ns: int = 0
 
 
-class _Me(threading.local):
-    """The calling thread's number, and what it has not put into the ring yet."""
-
-    number = ThreadId(-1)
-    """Negative until the thread's name is in the ring: one look-up, for this is asked in every hook."""
-    assigned = ThreadId(-1)
-    batch: Batch | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class StreamMark:
     """What was queued when a sync of a stream was called."""
@@ -129,6 +121,7 @@ class Recorder:
         max_pending: Operations that may wait for their device times. Beyond that the oldest never gets any.
         first_op: Id of the first operation. A process with several recorders, one after the other, goes on with
             ``next_op`` of the one before: a profile of the process then holds every id once.
+        lanes: The threads' states, if somebody else keeps them as well.
     """
 
     def __init__(
@@ -139,6 +132,7 @@ class Recorder:
         ranges: Ranges | None = None,
         max_pending: int = DEFAULT_MAX_PENDING,
         first_op: int = 0,
+        lanes: Lanes | None = None,
     ) -> None:
         self._sink = sink
         self._clock = clock
@@ -146,13 +140,14 @@ class Recorder:
         self._max_pending = max_pending
         self._pending: deque[_Pending] = deque()
         """Operations whose device times are not known yet, in issue order."""
-        # Re-entrant: a signal handler may use the engine while its own thread is in a hook.
-        self._lock = threading.RLock()
+        # Re-entrant: a signal handler may use the engine while its own thread is in a hook. A ring's own, if the
+        # records go into one: two locks would cost twice as much.
+        self._lock = getattr(sink, "lock", None) or threading.RLock()
         self._tally_lock = threading.RLock()
         self._resolving = threading.Lock()
         self._busy = False
         self._on = True
-        self._me = _Me()
+        self._lanes = Lanes() if lanes is None else lanes
         self._threads = 0
         self._next_op = OpId(first_op)
         self._events = itertools.count(1)
@@ -302,7 +297,7 @@ class Recorder:
 
     def end_event_record(self, event: EventState) -> None:
         """The device's call has returned or failed. Partner of ``begin_event_record``."""
-        if not self.on:
+        if not self._on:
             return
         with self._lock:
             event.version += 1
@@ -399,7 +394,7 @@ class Recorder:
             return
         self.flush_batch()
         with self._lock:
-            key = (self._me.assigned, stream.stream_id)
+            key = (self._lanes.lane.assigned, stream.stream_id)
             if self._stream_known.get(key) == last:
                 return
             if self.last_on(stream) != last:
@@ -474,7 +469,10 @@ class Recorder:
         started = time.perf_counter_ns()
         if not (self._on and self._sink.writable):
             return None
-        if self._me.batch is not None:
+        if self._sink.mode is CaptureMode.OFF:
+            self._sink.drop(DropReason.SWITCHED_OFF)
+            return None
+        if self._lanes.lane.batch is not None:
             self.flush_batch()
         try:
             with self._lock:
@@ -566,11 +564,11 @@ class Recorder:
         return False
 
     def _thread(self) -> ThreadId:
-        number = self._me.number
+        number = self._lanes.lane.number
         return number if number >= 0 else self._name_thread()
 
     def _name_thread(self) -> ThreadId:
-        me = self._me
+        me = self._lanes.lane
         if me.assigned < 0:
             me.assigned = ThreadId(self._threads)
             self._threads += 1
@@ -617,7 +615,7 @@ class Recorder:
         return marker
 
     def _define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> bool:
-        thread = ThreadId(max(0, self._me.assigned))
+        thread = ThreadId(max(0, self._lanes.lane.assigned))
         return self._sink.append(Define(NO_OP, thread, self._clock(), space, number, text, value))
 
 

@@ -27,6 +27,9 @@ from hicache_obs.findings import ExitCode
 from hicache_obs.records import Work
 from hicache_obs.streams import open_device
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import plugin
+
 SPIN = 200_000_000
 """Cycles a delayed stream spins: about 0.1 s, far longer than a launch takes."""
 
@@ -111,6 +114,61 @@ def demo(runner: str) -> dict[str, Any]:
     return {"modes": [mode.as_json() for mode in modes]}
 
 
+def rules() -> dict[str, Any]:
+    """What orders two streams and what does not, on the device itself: the later work is done, or it is not.
+
+    Each case launches a long spin on one stream and asks, right after, whether work behind the case's own edge on
+    another stream has to wait for it.
+    """
+
+    def case(edge: Callable[[Any, Any], None]) -> bool:
+        """Whether ``edge(slow, other)`` makes what is launched on ``other`` wait for the spin on ``slow``."""
+        torch.cuda.synchronize()
+        slow, other = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(slow):
+            torch.cuda._sleep(SPIN)
+        edge(slow, other)
+        done = other.record_event()
+        time.sleep(0.01)
+        waited = not done.query()
+        torch.cuda.synchronize()
+        return waited
+
+    event = torch.cuda.Event()
+
+    def snapshot(slow: Any, other: Any) -> None:
+        early = torch.cuda.Event()
+        early.record(other)  # before the spin's stream is known to it: a record is a snapshot
+        other.wait_event(early)
+
+    def rerecorded(slow: Any, other: Any) -> None:
+        event.record(slow)
+        other.wait_event(event)
+        event.record(torch.cuda.Stream())  # moves no wait that was issued earlier
+
+    def through_third(slow: Any, other: Any) -> None:
+        third = torch.cuda.Stream()
+        third.wait_stream(slow)
+        other.wait_stream(third)
+
+    found = {
+        "wait_stream orders": case(lambda slow, other: other.wait_stream(slow)),
+        "record and wait order": case(lambda slow, other: other.wait_event(slow.record_event())),
+        "a re-record moves no earlier wait": case(rerecorded),
+        "order is transitive": case(through_third),
+        "submission order orders nothing": not case(lambda slow, other: None),
+        "a snapshot covers nothing later": not case(snapshot),
+        "a wait on a never recorded event does nothing": not case(
+            lambda _, other: other.wait_event(torch.cuda.Event())
+        ),
+        "the other direction orders nothing": not case(lambda slow, other: slow.wait_stream(other)),
+        "a query orders nothing": not case(lambda slow, other: slow.query()),
+    }
+    wrong = [name for name, right in found.items() if not right]
+    assert not wrong, wrong
+    return {"cases": len(found)}
+
+
 def main() -> int:
     """Run all checks; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -125,6 +183,11 @@ def main() -> int:
         ("gate", gate),
         ("demo transformer", lambda: demo("transformer")),
         ("demo pattern", lambda: demo("pattern")),
+        ("plugin load-back", lambda: plugin.load_backs(plugin.cuda_machine())),
+        ("plugin cost per round", lambda: plugin.cost(plugin.cuda_machine())),
+        ("plugin copy streams (CUPTI)", plugin.copy_streams),
+        ("rules", rules),
+        ("plugin GPU-trace callbacks", plugin.callbacks),  # last: torch cannot be told to stop
     ]
     results: dict[str, Any] = {"machine": _machine(), "checks": {}}
     failed = 0
