@@ -14,7 +14,8 @@ from hicache_obs.controller.model_runner import ModelRunner
 from hicache_obs.controller.pattern import PatternRunner
 from hicache_obs.controller.pools import DevicePool, HostPool, KVLayout
 from hicache_obs.controller.radix_cache import RadixCache
-from hicache_obs.controller.scheduler import Scheduler, SchedulerOptions
+from hicache_obs.controller.scheduler import Scheduler
+from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.transfer_engine import TransferEngine
 from hicache_obs.controller.transformer import TransformerRunner
 from hicache_obs.controller.workloads import Request
@@ -33,6 +34,7 @@ class EngineConfig:
     Attributes:
         runner: ``transformer`` or ``pattern``.
         fence: Policy of both directions: ``none``, ``stream`` or ``page``.
+        write_fence: Policy of write-backs, and of whoever overwrites what one of them reads; ``None``: ``fence``.
         device_pages, host_pages: Pool sizes.
         page_size: Tokens per page; a workload block is one page.
         layers, heads, head_dim: Shape of the pools and the model.
@@ -52,6 +54,7 @@ class EngineConfig:
     vocabulary: int
     seed: int
     scheduler: SchedulerOptions
+    write_fence: str | None = None
 
 
 @dataclass(eq=False)
@@ -111,9 +114,12 @@ def build_engine(device: Device, config: EngineConfig, requests: Sequence[Reques
         runner = PatternRunner(device, pool, ledger, vocabulary=config.vocabulary)
     device_pages = PageAllocator(config.device_pages, name="device")
     in_flight = InFlight()
-    radix = RadixCache(config.page_size)
+    radix = RadixCache(config.page_size, host_eviction=config.scheduler.host_eviction)
     policy = fence_policy(config.fence, device_pages, in_flight)
-    controller = CacheController(device, TransferEngine(device, pool, host), radix, policy)
+    backup_policy = None
+    if config.write_fence is not None:
+        backup_policy = fence_policy(config.write_fence, device_pages, in_flight, flag="--write-fence")
+    controller = CacheController(device, TransferEngine(device, pool, host), radix, policy, backup_policy)
     host_pages = PageAllocator(config.host_pages, name="host")
     scheduler = Scheduler(runner, controller, radix, in_flight, device_pages, host_pages, ledger, config.scheduler)
     return Engine(scheduler, controller, runner, ledger)

@@ -223,7 +223,7 @@ def build_options(
 
     from hicache_obs.cli.demo_run import DemoOptions
     from hicache_obs.controller.engine import EngineConfig
-    from hicache_obs.controller.scheduler import SchedulerOptions
+    from hicache_obs.controller.scheduler_options import SchedulerOptions
 
     torch.set_num_threads(1)  # the workers of the threads device are the parallelism
     if device == "auto":

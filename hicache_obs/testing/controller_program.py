@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
-from hicache_obs.controller.scheduler import SchedulerOptions
+from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.workloads import Request
 from hicache_obs.findings import Hazard
 from hicache_obs.records import Mode, PageIds, device

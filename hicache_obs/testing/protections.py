@@ -6,7 +6,7 @@ Every ``without_…`` and ``with_…`` changes one engine that is otherwise whol
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,7 +14,7 @@ import torch
 
 from hicache_obs.controller.cache_controller import CacheController, SubmittedTransfer
 from hicache_obs.controller.engine import Engine
-from hicache_obs.controller.fence_policy import FencePolicy
+from hicache_obs.controller.fence_policy import EvictingCopy, FencePolicy
 from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
 from hicache_obs.controller.radix_cache import Node
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
@@ -34,6 +34,10 @@ class LeavesOut:
         """See ``FencePolicy.fence``."""
         if purpose is not self._purpose:
             self._policy.fence(transfer_stream, fence_stream, pages, purpose)
+
+    def reuse(self, writer: Stream, readers: Sequence[EvictingCopy], pages: PageIds, purpose: Purpose) -> None:
+        """See ``FencePolicy.reuse``."""
+        self._policy.reuse(writer, readers, pages, purpose)
 
 
 class NeverWaits(LayerDoneCounter):

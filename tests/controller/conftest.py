@@ -21,7 +21,7 @@ from hicache_obs.controller.fence_policy import InFlight, fence_policy
 from hicache_obs.controller.gate import WriterGate
 from hicache_obs.controller.pools import DevicePool, HostPool, KVLayout
 from hicache_obs.controller.radix_cache import Node, RadixCache
-from hicache_obs.controller.scheduler import SchedulerOptions
+from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
 from hicache_obs.controller.workloads import Request, generate
 from hicache_obs.findings import Finding, Hazard

@@ -32,7 +32,7 @@ def assert_consistent(engine: Engine) -> None:
     """What holds after every step: the tree's rules; and no page is lost or owned twice."""
     scheduler, radix = engine.scheduler, engine.scheduler.radix
     radix.check_invariants()
-    owned = [scheduler._owned(state) for state in scheduler._running]
+    owned = [scheduler.table.owned(state) for state in scheduler._running]
     cached = [node.device_pages for node in radix.nodes() if node.device_pages is not None]
     pages = np.concatenate([page_ids([]), *owned, *cached])
     assert len(np.unique(pages)) == len(pages) == scheduler.device_pages.in_use
@@ -300,7 +300,7 @@ def test_host_memory_is_evicted_and_too_little_of_it_backs_up_less(lab):
         assert run.outputs == lab.reference(requests)
         assert run.findings == []
         backed_up.append(
-            (run.engine.controller.counters.restored_pages, run.engine.scheduler.counters.evicted_host_pages)
+            (run.engine.controller.counters.restored_pages, run.engine.scheduler.backups.counters.evicted_host_pages)
         )
     assert [restored for restored, _ in backed_up] == sorted((restored for restored, _ in backed_up), reverse=True)
     assert backed_up[1][1] > 0
