@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -197,6 +197,7 @@ class Setup:
 
     Attributes:
         backend: ``threads``, ``virtual-<schedule>`` or ``cuda``.
+        policies: More of ``SchedulerOptions``.
         prepare: Called with the engine before it starts: where a test takes a protection out.
         after_step: Called with the engine after every scheduler step.
         gated: With the demo's writer gate, of ``gate_timeout_s``.
@@ -214,6 +215,8 @@ class Setup:
     host_tier: bool = True
     early_backup: bool = False
     poll_acks: bool = False
+    policies: Mapping[str, Any] = field(default_factory=dict)
+    write_fence: str | None = None
     prepare: Callable[[Engine], None] | None = None
     after_step: Callable[[Engine], None] | None = None
     gated: bool = False
@@ -265,7 +268,9 @@ class Lab:
                 host_tier=setup.host_tier,
                 early_backup=setup.early_backup,
                 poll_acks=setup.poll_acks,
+                **setup.policies,
             ),
+            write_fence=setup.write_fence,
         )
         engine = build_engine(observed.device, config, requests)
         if setup.gated:

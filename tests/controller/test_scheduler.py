@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from hicache_obs.controller.batch import BatchMode
 from hicache_obs.controller.engine import Engine
+from hicache_obs.controller.eviction import EVICTION_POLICIES
 from hicache_obs.controller.scheduler import Scheduler
+from hicache_obs.controller.scheduler_options import BARRIERS, RETRACTIONS, WRITE_POLICIES
 from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ControllerError
 from hicache_obs.findings import Hazard
@@ -92,12 +95,22 @@ workloads = st.fixed_dictionaries(
 setups = st.fixed_dictionaries(
     {
         "fence": st.sampled_from(["stream", "page"]),
+        "write_fence": st.sampled_from([None, "stream", "page"]),
         "backend": st.sampled_from([f"virtual-{schedule}" for schedule in SCHEDULES]),
         "seed": st.integers(0, 1000),
         "host_pages": st.sampled_from([6, 20, 64]),
         "max_running": st.sampled_from([1, 3, 6]),
         "max_extend_tokens": st.sampled_from([16, 64]),
-        "early_backup": st.booleans(),
+    }
+)
+policies = st.fixed_dictionaries(
+    {
+        "chunked_prefill": st.booleans(),
+        "write_policy": st.sampled_from(WRITE_POLICIES),
+        "write_threshold": st.sampled_from([1, 2, 3]),
+        "host_eviction": st.sampled_from(EVICTION_POLICIES),
+        "retraction": st.sampled_from(RETRACTIONS),
+        "barrier": st.sampled_from(BARRIERS),
     }
 )
 
@@ -110,11 +123,13 @@ setups = st.fixed_dictionaries(
     phases=[Phase.explicit, Phase.generate],  # shrinking whole runs takes minutes, and says little more
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(workload=workloads, setup=setups, spare=st.sampled_from([0, 1, 4, 12]))
-def test_any_workload_in_any_setup(lab, runner, workload, setup, spare):
+@given(workload=workloads, setup=setups, policies=policies, early=st.booleans(), spare=st.sampled_from([0, 1, 4, 12]))
+def test_any_workload_in_any_setup(lab, runner, workload, setup, policies, early, spare):
     """Fenced, tokens are those of a run without host tier, nothing is found or spoiled, and nothing is left over."""
-    requests = lab.requests(**workload)
-    setup = {**setup, "device_pages": largest(requests) + spare, "prepare": check_batches}
+    requests = [replace(request, priority=request.request_id % 3) for request in lab.requests(**workload)]
+    early = early and policies["write_policy"] == "write_through"
+    setup = {**setup, "policies": policies, "early_backup": early, "prepare": check_batches}
+    setup["device_pages"] = largest(requests) + spare
     run = lab.run(requests, runner=runner, after_step=assert_consistent, **setup)
     assert run.outputs == lab.reference(requests, runner=runner)
     assert run.findings == []
