@@ -74,6 +74,10 @@ class Backups:
         if self.options.host_tier and self.options.write_policy == "write_back":
             self._write(node, evicting=True)
 
+    def ensure(self, node: Node) -> None:
+        """Copy everything up to ``node`` to host memory, whatever the policy: something will hang below it there."""
+        self._write(node)
+
     def retracted(self, node: Node) -> HostHold | None:
         """Copy everything up to ``node``, of a retracted request, and keep it in host memory.
 

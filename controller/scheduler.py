@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -41,6 +42,7 @@ from hicache_obs.controller.radix_cache import Node, RadixCache
 from hicache_obs.controller.request_pages import RequestPages
 from hicache_obs.controller.request_state import PrefillRow, RequestState, Waiting
 from hicache_obs.controller.scheduler_options import SchedulerOptions
+from hicache_obs.controller.storage_control import StorageControl
 from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ConfigError, ControllerError
 from hicache_obs.records import PageIds
@@ -103,6 +105,7 @@ class Scheduler:
             ``pages`` are the pools' allocators.
         table, backups, pages: The requests' pages, the write policy, and what moves pages between them.
         metadata: What rounds share; ``None`` if each brings its own.
+        storage: The third tier, ``None`` without one; see ``use_storage``.
         before_launch, after_submit: Called before a round is launched and after the step's load-backs were
             submitted; the demo's writer gate hangs here. Both default to nothing.
         on_round: Told of every launched round and the requests of its rows: ``(round_id, request_ids)``.
@@ -145,6 +148,7 @@ class Scheduler:
         self.metadata: BatchMetadata | None = None
         if options.barrier != "private":
             self.metadata = BatchMetadata(runner.device, options.max_running, options.barrier)
+        self.storage: StorageControl | None = None
         self.before_launch: Callable[[], None] | None = None
         self.after_submit: Callable[[], None] | None = None
         self.on_round: Callable[[int, tuple[int, ...]], None] | None = None
@@ -199,12 +203,20 @@ class Scheduler:
                 )
             self._waiting.append(Waiting(request, request.prompt.tolist(), request.output_length))
 
+    def use_storage(self, storage: StorageControl) -> None:
+        """Use a third tier from now on."""
+        self.storage = storage
+        self.controller.on_backed_up = storage.backed_up
+
     def step(self) -> None:
         """One scheduler step; see the module's docstring."""
         self._step += 1
         self.controller.acknowledge(self._step - ACK_DISTANCE)
         if self.options.poll_acks:
             self.controller.acknowledge_complete()
+        if self.storage is not None:
+            self.storage.poll()
+            self.storage.look(list(islice(self._waiting, self.storage.config.lookahead)))
         if self.metadata is not None:
             self.metadata.barrier(self._forward_stream())
         batch, rows = self._next_batch()
@@ -221,10 +233,12 @@ class Scheduler:
         self.controller.start_writing(self._step)
         if self._launched is not None:
             self._handle(self._launched)
+        elif launched is None and self.storage is not None:
+            self.storage.wait(self._waiting)
         self._launched = launched
 
     def drain(self) -> None:
-        """Submit and acknowledge everything that is queued or in flight. Blocks."""
+        """Submit and acknowledge all transfers that are queued or in flight. Blocks."""
         self._set_fence_streams()
         self.controller.start_evicting(self._step)
         self.controller.start_writing(self._step)
@@ -239,13 +253,19 @@ class Scheduler:
             Pages given back, of both tiers.
 
         Raises:
-            ControllerError: A request is waiting, running or in a round in flight. Nothing changed.
+            ControllerError: A request is waiting, running or in a round in flight; or storage is still at work on
+                host pages after its timeout. Nothing was forgotten.
         """
         if not self.done:
             raise ControllerError(
                 f"flush: {len(self._waiting)} requests wait and {len(self._running)} run; finish or abort them first"
             )
         self.drain()
+        if self.storage is not None and not self.storage.drain():
+            raise ControllerError(
+                f"flush: storage has not answered for {self.storage.config.close_timeout_s:g} s, and may still use "
+                "host pages; try again, or close the engine"
+            )
         device, host = self.radix.clear()
         self.pages.free(-1, device)
         self.backups.free(host)
@@ -271,6 +291,8 @@ class Scheduler:
             self._handle(self._launched)
             self._launched = None
         self._decode_next = False
+        if self.storage is not None:
+            self.storage.aborted()
         self.counters.aborted += len(aborted)
         return sorted(aborted)
 
@@ -333,14 +355,21 @@ class Scheduler:
         while self._waiting and self._free_slots and len(rows) < self.options.max_extend_rows:
             if rows and not rows[-1].final:
                 break  # the round's budget is spent
-            row = self._admit(self._waiting[0], budget, alone=not rows)
-            if row is None:
+            waiting = self._next_waiting()
+            row = None if waiting is None else self._admit(waiting, budget, alone=not rows)
+            if waiting is None or row is None:
                 break
-            self._waiting.popleft()
+            self._waiting.remove(waiting)
             self._running.append(row.state)
             rows.append(row)
             budget -= row.end - row.start
         return rows
+
+    def _next_waiting(self) -> Waiting | None:
+        """The first waiting request whose prefix is not on its way from storage."""
+        if self.storage is None:
+            return self._waiting[0]
+        return next((waiting for waiting in self._waiting if not self.storage.holds_back(waiting)), None)
 
     def _next_chunk(self, state: RequestState, budget: int) -> PrefillRow:
         """The request's next tokens, whole pages unless they are its last."""
@@ -375,6 +404,8 @@ class Scheduler:
         if waiting.hold is not None:
             self.radix.release_host(waiting.hold)
             self.counters.resumed_pages += cached // size
+        if self.storage is not None:
+            self.storage.admitted(waiting.request.request_id)
         self.radix.record_use(last, waiting.request.priority)
         self.backups.used(last)
         return self._next_chunk(state, budget)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Final
 
 from hicache_obs.errors import ConfigError, StreamError
@@ -112,6 +113,18 @@ class Script:
             for option in choice.options
             if option != choice.taken
         ]
+
+
+class SeededScript(Script):
+    """Chooses at random, and remembers nothing. The first option, which changes nothing, is as likely as all others."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self._random = random
+
+    def choose(self, what: str, options: str) -> str:
+        """One of ``options``."""
+        return options[0] if self._random.random() < 0.5 else self._random.choice(options)
 
 
 def text_of(made: Sequence[Choice]) -> str:
