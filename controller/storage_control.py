@@ -96,6 +96,11 @@ class StorageControl:
         """A job was handed over and its reply not received."""
         return bool(self._fetching or self._storing)
 
+    def fetched_into(self) -> list[PageIds]:
+        """Host pages that belong to a storage thread, by job."""
+        jobs = [prefetch.job for prefetch in self._fetching.values()]
+        return [job.pages for job in jobs if isinstance(job, Fetch)]
+
     def poll(self) -> None:
         """Take the replies that have arrived. Does not block."""
         self.tier.switch()
@@ -205,10 +210,13 @@ class StorageControl:
             self._fetch(prefetch, done.count)
 
     def _fetch(self, prefetch: _Prefetch, count: int) -> None:
-        pages = self.backups.alloc(count)
-        if pages is None:
-            self.counters.no_memory += 1
+        possible = min(count, self.backups.host_pages.available + self.radix.host_evictable_pages)
+        self.counters.no_memory += possible < count
+        if possible < self.config.least_pages:
             return
+        pages = self.backups.alloc(possible)
+        assert pages is not None  # there is room for them
+        count = possible
         self._hand(prefetch, self.tier.fetch(prefetch.keys[:count], pages))
 
     def _arrived(self, prefetch: _Prefetch, pages: PageIds, done: Done) -> None:
