@@ -89,7 +89,7 @@ class Backups:
         if not nodes or any(step.host_pages is None for step in nodes):
             return None
         self.counters.retraction_pages += sum(len(step.tokens) for step in nodes) // self.radix.page_size
-        return self.radix.hold_host(nodes)
+        return self.radix.hold_host([node])
 
     def alloc(self, count: int) -> PageIds | None:
         """``(count,) int64`` host pages, others given up for them if need be; ``None`` if there are not so many."""

@@ -186,8 +186,7 @@ class CacheController:
     def write_evicted(self, node: Node, host_pages: PageIds) -> None:
         """Queue the write-back of a node whose device pages will be given up; parents first.
 
-        As ``write``, but the device pages may be freed at once. ``start_evicting`` must be called before the next
-        load-back or round is submitted.
+        As ``write``, but the device pages may be freed as soon as ``start_evicting`` was called.
         """
         if node.device_pages is None:
             raise ControllerError(f"write_evicted: {node!r} has no device pages to back up")

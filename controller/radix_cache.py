@@ -175,9 +175,10 @@ class RadixCache:
                 raise ControllerError(f"hold_host: {node!r} has no host pages")
         hold = HostHold(list(nodes))
         for node in nodes:
-            if node.host_pages is not None and node.host_evictable:
-                self._host_evictable -= len(node.host_pages)
-            node.host_holds = (*node.host_holds, hold)
+            for step in upwards(node):
+                if step.host_pages is not None and step.host_evictable:
+                    self._host_evictable -= len(step.host_pages)
+                step.host_holds += 1
         return hold
 
     def release_host(self, hold: HostHold) -> None:
@@ -185,10 +186,11 @@ class RadixCache:
         if not hold.nodes:
             raise ControllerError("release_host: the hold has ended before")
         for node in hold.nodes:
-            node.host_holds = tuple(other for other in node.host_holds if other is not hold)
-            if node.host_pages is not None and node.host_evictable:
-                self._host_evictable += len(node.host_pages)
-            self._queue(node)
+            for step in upwards(node):
+                step.host_holds -= 1
+                if step.host_pages is not None and step.host_evictable:
+                    self._host_evictable += len(step.host_pages)
+                self._queue(step)
         hold.nodes.clear()
 
     def evict_device(self, n_pages: int, *, before_drop: Callable[[Node], None] | None = None) -> DeviceEviction:
@@ -401,8 +403,6 @@ class RadixCache:
         parent.children[self._key(upper.tokens)] = upper
         upper.lock_ref, upper._holds, upper.last_access = lower.lock_ref, lower._holds, lower.last_access
         upper.uses, upper.priority, upper.host_holds = lower.uses, lower.priority, lower.host_holds
-        for hold in lower.host_holds:
-            hold.nodes.append(upper)
         upper._loading, upper._backing_up = lower._loading, lower._backing_up
         lower.tokens, lower.parent = lower.tokens[length:].copy(), upper
         upper.children[self._key(lower.tokens)] = lower

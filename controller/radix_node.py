@@ -31,11 +31,11 @@ class Pin:
 class HostHold:
     """Somebody's hold on the host pages of some nodes; from ``RadixCache.hold_host`` to ``release_host``.
 
-    It keeps the pages in host memory and nothing else: the nodes may leave the device. A node that is split is
-    held in both its parts.
+    It keeps the pages of the nodes and their ancestors in host memory and nothing else: they may leave the device.
+    A node that is split is held in both its parts.
 
     Attributes:
-        nodes: The nodes held.
+        nodes: The nodes held; empty once the hold has ended.
     """
 
     __slots__ = ("nodes",)
@@ -61,7 +61,7 @@ class Node:
         last_access: Value of the tree's access counter when last matched or inserted. Not a clock.
         uses: Requests that were admitted with this node, the one that computed it included.
         priority: Highest priority of those requests.
-        host_holds: Holds on the host pages.
+        host_holds: Holds on the host pages of this node or one below it.
     """
 
     __slots__ = (
@@ -100,7 +100,7 @@ class Node:
         self.last_access = 0
         self.uses = 0
         self.priority = 0
-        self.host_holds: tuple[HostHold, ...] = ()
+        self.host_holds = 0
         self._host_sources: Int64Array = EMPTY
         self._holds = 0  # locks and pins of this node and of all below it
         self._device_children = 0

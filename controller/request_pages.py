@@ -23,6 +23,7 @@ class RequestPages:
 
     Attributes:
         radix, allocator, ledger, table, backups: Its parts.
+        before_free: Called before evicted pages are free: the place to submit their write-backs.
         on_alloc, on_free: Told of device page ownership: ``(owner, pages)``.
         evicted_pages: Device pages taken from the tree so far.
     """
@@ -32,6 +33,7 @@ class RequestPages:
     ledger: ContentLedger
     table: PageTable
     backups: Backups
+    before_free: Callable[[], object] | None = None
     on_alloc: Callable[[int, PageIds], None] | None = None
     on_free: Callable[[int, PageIds], None] | None = None
     evicted_pages: int = 0
@@ -44,6 +46,8 @@ class RequestPages:
         if missing > 0:
             evicted = self.radix.evict_device(missing, before_drop=self.backups.before_drop).pages
             self.evicted_pages += len(evicted)
+            if self.before_free is not None:
+                self.before_free()
             self.free(-1, evicted, cold=True)
         return True
 

@@ -3,8 +3,9 @@
 One step, in this order, on one thread::
 
     acknowledge old transfers
-    choose the next batch (a prompt's next chunk, admission with load-back, else decode; retract if pages run out)
-    submit write-backs of evicted pages, then load-backs   <- may use pages that the round in flight still writes
+    choose the next batch (a prompt's next chunk, admission with load-back, else decode; retract if pages run out),
+        submitting write-backs of pages before they are evicted
+    submit load-backs                       <- may reuse pages that the round in flight still writes
     launch the batch's round
     submit write-backs: of handled results, or early, of what the launched round will write
     handle the result of the round launched one step before (finish requests, free their pages)
@@ -145,6 +146,7 @@ class Scheduler:
         self.table = PageTable(options.max_running, device_pages.pages, radix.page_size)
         self.backups = Backups(controller, radix, host_pages, options)
         self.pages = RequestPages(radix, device_pages, ledger, self.table, self.backups)
+        self.pages.before_free = self._submit_evictions
         self.metadata: BatchMetadata | None = None
         if options.barrier != "private":
             self.metadata = BatchMetadata(runner.device, options.max_running, options.barrier)
@@ -219,9 +221,9 @@ class Scheduler:
             self.storage.look(list(islice(self._waiting, self.storage.config.lookahead)))
         if self.metadata is not None:
             self.metadata.barrier(self._forward_stream())
-        batch, rows = self._next_batch()
         self._set_fence_streams()
-        self.controller.start_evicting(self._step)
+        batch, rows = self._next_batch()
+        self._submit_evictions()
         ticket = self.controller.start_loading(self._step)
         if self.after_submit is not None:
             self.after_submit()
@@ -240,7 +242,7 @@ class Scheduler:
     def drain(self) -> None:
         """Submit and acknowledge all transfers that are queued or in flight. Blocks."""
         self._set_fence_streams()
-        self.controller.start_evicting(self._step)
+        self._submit_evictions()
         self.controller.start_writing(self._step)
         if self.after_submit is not None:
             self.after_submit()
@@ -301,6 +303,9 @@ class Scheduler:
         aborted = self.abort()
         self.flush()
         return aborted
+
+    def _submit_evictions(self) -> None:
+        self.controller.start_evicting(self._step)
 
     def _set_fence_streams(self) -> None:
         """Bind the fences to the runner's forward stream of now; a controller without them is left alone."""

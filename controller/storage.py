@@ -95,6 +95,7 @@ class StorageTier:
         config: Limits.
 
     Attributes:
+        backend, memory: As given.
         counters: What the threads did.
         writer: Names this run in the pages it stores.
         off: No jobs are taken any more.
@@ -111,14 +112,14 @@ class StorageTier:
         self.counters = StorageCounters()
         self.writer: Final = uuid.uuid4().bytes
         self.off = False
-        self._backend = backend
-        self._memory = memory
+        self.backend = backend
+        self.memory = memory
         self._threads = threads
         self._recorder = recorder
         self._config = config
         self._numbers = itertools.count(1)
         self._replies: Channel = threads.channel("storage replies")
-        self._inboxes: dict[str, Channel] = {name: threads.channel(name) for name in (_READER, _WRITER)}
+        self._inboxes: dict[str, Channel] = {name: threads.channel(name) for name in (_WRITER, _READER)}
         self._doing: dict[str, Job | None] = dict.fromkeys(self._inboxes)
         self._crew: dict[str, Any] = {}
         self._logged: set[str] = set()
@@ -248,7 +249,7 @@ class StorageTier:
         count, failed = 0, False
         try:
             for key in job.keys:
-                if job.cancelled or not self._backend.exists(key):
+                if job.cancelled or not self.backend.exists(key):
                     break
                 count += 1
         except Exception as error:  # noqa: BLE001 whatever a back end raises
@@ -264,7 +265,7 @@ class StorageTier:
         failed = False
         for part in self._batches(job):
             keys, pages = job.keys[part], job.pages[part]
-            throttle.take(len(pages) * self._memory.page_bytes)
+            throttle.take(len(pages) * self.memory.page_bytes)
             read, error = self._read(keys, pages)
             tags += read
             if error is not None:
@@ -288,12 +289,12 @@ class StorageTier:
         io = self._recorder.io_begin(IoKind.STORAGE_READ, (host(Mode.WRITE, pages),), site=_READER)
         try:
             for key, page in zip(keys, pages.tolist(), strict=True):
-                data = self._backend.read(key)
+                data = self.backend.read(key)
                 if data is None:
                     self.counters.missing_pages += 1
                     break
-                stored = unpack_page(data, self._memory.page_bytes)
-                self._memory.write(page, stored.payload)
+                stored = unpack_page(data, self.memory.page_bytes)
+                self.memory.write(page, stored.payload)
                 arrived.append((stored.writer, stored.tag, stored.checksum))
         except BadPage as bad:
             self.counters.bad_pages += 1
@@ -306,7 +307,7 @@ class StorageTier:
         if arrived:
             self._recorder.host_access("storage checksum", (host(Mode.READ, pages[: len(arrived)]),))
         for key, page, (writer, tag, expected) in zip(keys, pages.tolist(), arrived, strict=False):
-            if checksum(key, self._memory.read(page), writer, tag) != expected:
+            if checksum(key, self.memory.read(page), writer, tag) != expected:
                 self.counters.bad_pages += 1
                 break
             tags.append(tag if writer == self.writer else NO_TAG)
@@ -326,19 +327,19 @@ class StorageTier:
 
     def _write(self, keys: tuple[str, ...], pages: PageIds, tags: Int64Array, throttle: Throttle) -> int:
         """Store a batch; returns how many pages are stored now, those that were before included."""
-        new = [not self._backend.exists(key) for key in keys]
+        new = [not self.backend.exists(key) for key in keys]
         wanted = pages[np.array(new, np.bool_)]
         self.counters.known_pages += len(pages) - len(wanted)
         if not len(wanted):
             return len(pages)
-        throttle.take(len(wanted) * self._memory.page_bytes)
+        throttle.take(len(wanted) * self.memory.page_bytes)
         todo = [(k, p, t) for k, p, t, n in zip(keys, pages.tolist(), tags.tolist(), new, strict=True) if n]
         self._recorder.host_access("storage checksum", (host(Mode.READ, wanted),))
-        sums = [checksum(key, self._memory.read(page), self.writer, tag) for key, page, tag in todo]
+        sums = [checksum(key, self.memory.read(page), self.writer, tag) for key, page, tag in todo]
         io = self._recorder.io_begin(IoKind.STORAGE_WRITE, (host(Mode.READ, wanted),), site=_WRITER)
         try:
             for (key, page, tag), digest in zip(todo, sums, strict=True):
-                self._backend.write(key, pack_page(self._memory.read(page), self.writer, tag, digest))
+                self.backend.write(key, pack_page(self.memory.read(page), self.writer, tag, digest))
                 self.counters.stored_pages += 1
         finally:
             self._recorder.io_end(io)

@@ -29,7 +29,7 @@ _MS: Final = 1_000_000
 
 
 @dataclass(slots=True, eq=False)
-class _Prefetch:
+class Prefetch:
     """A waiting request's pages that may come from storage.
 
     Attributes:
@@ -57,7 +57,7 @@ class StorageControlCounters:
         prefetched_pages: Pages from storage that the tree took.
         dropped_pages: Pages that arrived when their prefix was gone, or the tree had them meanwhile.
         no_memory: Prefetches cut short because host memory was full.
-        throttled: Requests not looked up because ``max_prefetch_pages`` were on their way.
+        throttled: Prefetches cut short because ``max_prefetch_pages`` were on their way.
         timeouts: Requests admitted while their prefetch was under way.
         skipped_backup_pages: Not stored because ``max_backup_pages`` were waiting, or the tier is off.
     """
@@ -85,9 +85,9 @@ class StorageControl:
     config: StorageConfig
     namespace: str
     counters: StorageControlCounters = field(default_factory=StorageControlCounters)
-    _prefetches: dict[int, _Prefetch] = field(default_factory=dict)
-    _fetching: dict[int, _Prefetch] = field(default_factory=dict)
-    _storing: dict[int, HostHold] = field(default_factory=dict)
+    _prefetches: dict[int, Prefetch] = field(default_factory=dict)
+    _fetching: dict[int, Prefetch] = field(default_factory=dict)
+    _storing: dict[int, HostHold | None] = field(default_factory=dict)
     _fetching_pages: int = 0
     _storing_pages: int = 0
 
@@ -146,7 +146,7 @@ class StorageControl:
             keys = page_keys(self.namespace, self.radix.path(operation.node), self.radix.page_size)[-count:]
             tags = joined([node.host_sources for node in nodes])
             job = self.tier.store(tuple(keys), operation.host_pages, tags)
-            self._storing[job.number] = self.radix.hold_host(nodes)
+            self._storing[job.number] = self._hold(operation.node)
             self._storing_pages += count
 
     def wait(self, waiting: Iterable[Waiting]) -> None:
@@ -175,51 +175,54 @@ class StorageControl:
         for done in self.tier.close():
             self._take(done)
 
+    def _hold(self, node: Node) -> HostHold | None:
+        """What keeps the pages of a store, up to ``node``, in host memory until its reply."""
+        return self.radix.hold_host([node])
+
     def _begin(self, waiting: Waiting) -> None:
         size = self.radix.page_size
         whole = np.asarray(waiting.tokens[: (len(waiting.tokens) - 1) // size * size], np.int64)
         match = self.radix.match(whole)
         first = (match.device_len + match.host_len) // size
         keys = tuple(page_keys(self.namespace, whole, size)[first:])
-        limit = self.config.max_prefetch_pages or max(1, self.backups.host_pages.pages // 2)
-        prefetch = _Prefetch(whole, first, keys, self.tier.now_ns())
+        prefetch = Prefetch(whole, first, keys, self.tier.now_ns())
         if len(keys) >= self.config.least_pages:
-            if self._fetching_pages >= limit:
-                self.counters.throttled += 1
-                return  # the next step looks again
-            prefetch.keys = keys[: limit - self._fetching_pages]
             self._hand(prefetch, self.tier.probe(prefetch.keys))
         self._prefetches[waiting.request.request_id] = prefetch
 
-    def _hand(self, prefetch: _Prefetch, job: Job) -> None:
+    def _hand(self, prefetch: Prefetch, job: Job) -> None:
         prefetch.job = job
         self._fetching[job.number] = prefetch
-        self._fetching_pages += len(job.keys)
 
     def _take(self, done: Done) -> None:
         if isinstance(done.job, Store):
-            self.radix.release_host(self._storing.pop(done.job.number))
+            hold = self._storing.pop(done.job.number)
+            if hold is not None:
+                self.radix.release_host(hold)
             self._storing_pages -= len(done.job.keys)
             return
         prefetch = self._fetching.pop(done.job.number)
-        self._fetching_pages -= len(done.job.keys)
         prefetch.job = None
         if isinstance(done.job, Fetch):
+            self._fetching_pages -= len(done.job.keys)
             self._arrived(prefetch, done.job.pages, done)
         elif done.count >= self.config.least_pages and not (prefetch.given_up or self.tier.off):
             self._fetch(prefetch, done.count)
 
-    def _fetch(self, prefetch: _Prefetch, count: int) -> None:
-        possible = min(count, self.backups.host_pages.available + self.radix.host_evictable_pages)
-        self.counters.no_memory += possible < count
+    def _fetch(self, prefetch: Prefetch, count: int) -> None:
+        limit = self.config.max_prefetch_pages or max(1, self.backups.host_pages.pages // 2)
+        allowed = min(count, limit - self._fetching_pages)
+        self.counters.throttled += allowed < count
+        possible = min(allowed, self.backups.host_pages.available + self.radix.host_evictable_pages)
+        self.counters.no_memory += possible < allowed
         if possible < self.config.least_pages:
             return
         pages = self.backups.alloc(possible)
         assert pages is not None  # there is room for them
-        count = possible
-        self._hand(prefetch, self.tier.fetch(prefetch.keys[:count], pages))
+        self._fetching_pages += possible
+        self._hand(prefetch, self.tier.fetch(prefetch.keys[:possible], pages))
 
-    def _arrived(self, prefetch: _Prefetch, pages: PageIds, done: Done) -> None:
+    def _arrived(self, prefetch: Prefetch, pages: PageIds, done: Done) -> None:
         """The thread is done with ``pages``: the tree takes those that are good, the rest is free."""
         end = (prefetch.first + done.count) * self.radix.page_size
         tokens = prefetch.tokens[:end]
@@ -231,7 +234,7 @@ class StorageControl:
         self.counters.dropped_pages += len(inserted.left_pages)
         self.backups.free(np.concatenate([inserted.left_pages, pages[done.count :]]))
 
-    def _give_up(self, prefetch: _Prefetch) -> None:
+    def _give_up(self, prefetch: Prefetch) -> None:
         prefetch.given_up = True
         if prefetch.job is not None:
             prefetch.job.cancelled = True

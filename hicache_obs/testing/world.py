@@ -20,6 +20,8 @@ from hicache_obs.testing.turns import Task, Turns
 
 T = TypeVar("T")
 _UNBOUNDED: Final = 1 << 62
+_MOST_NS: Final = 50_000_000
+"""A wait that times out takes no more: a long one, for the end of a thread, should be given up by nobody's dice."""
 
 
 class Channel(Generic[T]):
@@ -156,7 +158,7 @@ class SeededThreads(TurnThreads):
     def await_post(self, channel: host_threads.Channel, timeout_ns: int) -> None:
         """As of ``TurnThreads``, but now and then it times out."""
         if not self._random.randrange(self._patience):
-            self.sleep(timeout_ns)
+            self.sleep(min(timeout_ns, _MOST_NS))
         else:
             super().await_post(channel, timeout_ns)
 
