@@ -60,9 +60,11 @@ class Backups:
         """The contents up to ``node`` are computed, and the host knows it or soon will."""
         if self._through:
             self._write(node)
+        else:
+            self.used(node)
 
     def used(self, node: Node) -> None:
-        """A request was admitted with ``node``, whose contents a launched round computes."""
+        """A request uses ``node``, whose contents a launched round computes."""
         if self.options.host_tier and self.options.write_policy == "write_through_selective":
             popular = (step for step in upwards(node) if step.uses >= self.options.write_threshold)
             chosen = next(popular, None)

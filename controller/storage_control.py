@@ -38,6 +38,7 @@ class Prefetch:
         keys: Of the pages from ``first`` on.
         since_ns: When it began.
         job: What the thread works on; ``None`` once it is over.
+        found: Pages that are stored, but are not read yet, because too many others are on their way.
         given_up: The request has been admitted, or is gone.
     """
 
@@ -46,6 +47,7 @@ class Prefetch:
     keys: tuple[str, ...]
     since_ns: int
     job: Job | None = None
+    found: int = 0
     given_up: bool = False
 
 
@@ -57,7 +59,7 @@ class StorageControlCounters:
         prefetched_pages: Pages from storage that the tree took.
         dropped_pages: Pages that arrived when their prefix was gone, or the tree had them meanwhile.
         no_memory: Prefetches cut short because host memory was full.
-        throttled: Prefetches cut short because ``max_prefetch_pages`` were on their way.
+        postponed: Times that a prefetch had to wait because ``max_prefetch_pages`` were on their way.
         timeouts: Requests admitted while their prefetch was under way.
         skipped_backup_pages: Not stored because ``max_backup_pages`` were waiting, or the tier is off.
     """
@@ -65,7 +67,7 @@ class StorageControlCounters:
     prefetched_pages: int = 0
     dropped_pages: int = 0
     no_memory: int = 0
-    throttled: int = 0
+    postponed: int = 0
     timeouts: int = 0
     skipped_backup_pages: int = 0
 
@@ -110,13 +112,19 @@ class StorageControl:
     def look(self, waiting: Sequence[Waiting]) -> None:
         """Begin to look for what these requests miss; to be called in every step with the next ones."""
         for entry in waiting:
-            if entry.request.request_id not in self._prefetches and entry.hold is None and not self.tier.off:
+            prefetch = self._prefetches.get(entry.request.request_id)
+            if self.tier.off or entry.hold is not None:
+                continue
+            if prefetch is None:
                 self._begin(entry)
+            elif prefetch.found:
+                self._fetch(prefetch, prefetch.found)
 
     def holds_back(self, waiting: Waiting) -> bool:
         """Whether the request should not be admitted yet."""
         prefetch = self._prefetches.get(waiting.request.request_id)
-        if prefetch is None or prefetch.job is None or self.config.prefetch == "best_effort":
+        under_way = prefetch is not None and (prefetch.job is not None or prefetch.found)
+        if prefetch is None or not under_way or self.tier.off or self.config.prefetch == "best_effort":
             return False
         if self.config.prefetch == "wait":
             return True
@@ -211,8 +219,12 @@ class StorageControl:
 
     def _fetch(self, prefetch: Prefetch, count: int) -> None:
         limit = self.config.max_prefetch_pages or max(1, self.backups.host_pages.pages // 2)
-        allowed = min(count, limit - self._fetching_pages)
-        self.counters.throttled += allowed < count
+        allowed = min(count, limit)
+        if self._fetching_pages + allowed > limit:
+            prefetch.found = count  # ``look`` tries again
+            self.counters.postponed += 1
+            return
+        prefetch.found = 0
         possible = min(allowed, self.backups.host_pages.available + self.radix.host_evictable_pages)
         self.counters.no_memory += possible < allowed
         if possible < self.config.least_pages:

@@ -116,15 +116,21 @@ class Script:
 
 
 class SeededScript(Script):
-    """Chooses at random, and remembers nothing. The first option, which changes nothing, is as likely as all others."""
+    """Chooses at random, and remembers nothing.
 
-    def __init__(self, random: Random) -> None:
+    Args:
+        random: The dice.
+        changes: Chance that any option may be taken, and not the first, which changes nothing.
+    """
+
+    def __init__(self, random: Random, changes: float) -> None:
         super().__init__()
         self._random = random
+        self._changes = changes
 
     def choose(self, what: str, options: str) -> str:
         """One of ``options``."""
-        return options[0] if self._random.random() < 0.5 else self._random.choice(options)
+        return self._random.choice(options) if self._random.random() < self._changes else options[0]
 
 
 def text_of(made: Sequence[Choice]) -> str:

@@ -145,14 +145,17 @@ class SeededThreads(TurnThreads):
     Args:
         recorder: Told of every hand-over.
         seed: Of the choices.
+        changes: Chance that a thread may lose its turn at a call.
         patience: One in so many waits times out although a post would have come.
     """
 
-    def __init__(self, recorder: host_threads.HostRecorder, seed: int, *, patience: int = 8) -> None:
+    def __init__(
+        self, recorder: host_threads.HostRecorder, seed: int, *, changes: float = 0.5, patience: int = 8
+    ) -> None:
         self._random = random.Random(seed)
         self._now_ns = 0
         self._patience = patience
-        turns = Turns(SeededScript(self._random), preemptions=_UNBOUNDED, max_calls=_UNBOUNDED)
+        turns = Turns(SeededScript(self._random, changes), preemptions=_UNBOUNDED, max_calls=_UNBOUNDED)
         super().__init__(recorder, turns)
 
     def await_post(self, channel: host_threads.Channel, timeout_ns: int) -> None:

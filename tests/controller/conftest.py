@@ -204,6 +204,7 @@ class Setup:
         backend: ``threads``, ``virtual-<schedule>`` or ``cuda``.
         policies: More of ``SchedulerOptions``.
         storage: A third tier: a ``StorageConfig``; on the virtual device its threads take turns as ``seed`` says.
+        changes: Chance that a host thread may lose its turn at a call, on the virtual device.
         store: Its back end, instead of the one the URL names.
         prepare: Called with the engine before it starts: where a test takes a protection out.
         after_step: Called with the engine after every scheduler step.
@@ -225,6 +226,7 @@ class Setup:
     policies: Mapping[str, Any] = field(default_factory=dict)
     write_fence: str | None = None
     storage: StorageConfig | None = None
+    changes: float = 0.5
     store: StorageBackend | None = None
     prepare: Callable[[Engine], None] | None = None
     after_step: Callable[[Engine], None] | None = None
@@ -284,7 +286,7 @@ class Lab:
         )
         threads = None
         if setup.storage is not None and setup.backend.startswith("virtual"):
-            threads = SeededThreads(observed.recorder or NoRecorder(), setup.seed)
+            threads = SeededThreads(observed.recorder or NoRecorder(), setup.seed, changes=setup.changes)
             self._stack.callback(threads.close)
         engine = build_engine(observed.device, config, requests, threads=threads, backend=setup.store)
         self._stack.callback(engine.close)
