@@ -167,6 +167,17 @@ def upwards(node: Node) -> Iterator[Node]:
         node = node.parent
 
 
+def last_nodes(node: Node, tokens: int) -> list[Node]:
+    """Nodes that together hold the last ``tokens`` up to the end of ``node``, parents first."""
+    nodes: list[Node] = []
+    for step in upwards(node):
+        if tokens <= 0:
+            break
+        nodes.append(step)
+        tokens -= len(step.tokens)
+    return nodes[::-1]
+
+
 def joined(parts: list[Int64Array]) -> Int64Array:
     """One array of all ``parts``."""
     return np.concatenate(parts) if parts else EMPTY.copy()

@@ -17,7 +17,7 @@ import numpy as np
 from hicache_obs.controller.backups import Backups
 from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.radix_cache import HostHold, Node, RadixCache
-from hicache_obs.controller.radix_node import Int64Array, joined, upwards
+from hicache_obs.controller.radix_node import Int64Array, joined, last_nodes
 from hicache_obs.controller.request_state import Waiting
 from hicache_obs.controller.storage import StorageTier
 from hicache_obs.controller.storage_config import StorageConfig
@@ -150,7 +150,7 @@ class StorageControl:
             if self.tier.off or self._storing_pages + count > self.config.max_backup_pages:
                 self.counters.skipped_backup_pages += count
                 continue
-            nodes = _last_nodes(operation.node, count * self.radix.page_size)
+            nodes = last_nodes(operation.node, count * self.radix.page_size)
             keys = page_keys(self.namespace, self.radix.path(operation.node), self.radix.page_size)[-count:]
             tags = joined([node.host_sources for node in nodes])
             job = self.tier.store(tuple(keys), operation.host_pages, tags)
@@ -250,14 +250,3 @@ class StorageControl:
         prefetch.given_up = True
         if prefetch.job is not None:
             prefetch.job.cancelled = True
-
-
-def _last_nodes(node: Node, tokens: int) -> list[Node]:
-    """Nodes that together hold the last ``tokens`` up to the end of ``node``, parents first."""
-    nodes: list[Node] = []
-    for step in upwards(node):
-        if tokens <= 0:
-            break
-        nodes.append(step)
-        tokens -= len(step.tokens)
-    return nodes[::-1]
