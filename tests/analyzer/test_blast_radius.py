@@ -123,7 +123,7 @@ class Contents:
 
         transfers = engine.controller.engine
         for target, name, wrapper in (
-            (engine.scheduler, "_alloc", alloc),
+            (engine.scheduler.pages, "alloc", alloc),
             (engine.controller, "load", load),
             (engine.runner, "start", start),
             (transfers, "_load", restore),
