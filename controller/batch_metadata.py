@@ -16,6 +16,7 @@ import torch
 
 from hicache_obs.controller.batch import ForwardBatch
 from hicache_obs.controller.model_runner import RoundWork, to_device
+from hicache_obs.controller.pools import synchronize
 from hicache_obs.controller.transfer_engine import INDEX_BUFFERS
 from hicache_obs.records import Access, Mode, PageIds, Space, Work
 from hicache_obs.streams.protocol import Device, Event, Stream
@@ -42,6 +43,7 @@ class BatchMetadata:
         self._form = form
         self._read_done: Event | None = None
         self._ids: PageIds = np.array([METADATA_BUFFER], np.int64)
+        synchronize(self.slots.device)
 
     def barrier(self, forward: Stream) -> None:
         """Make the current stream wait for what may still read the tensor; ``forward`` runs the rounds."""
