@@ -15,7 +15,7 @@ RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
 SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requirements*.txt pyproject.toml | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env perfetto-env render-env pictures docs clean
+.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-engine fuzz-inputs mutants blast crash gpu-check nsys-env perfetto-env render-env pictures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ long-trace: venv  ## analyse a trace of N=10000000 records; fails if memory grow
 
 fuzz: venv  ## random traces of every record kind against brute force and second implementations (N=20000 programs)
 	HICACHE_OBS_FUZZ=$(or $(N),20000) $(BIN)/python -m pytest -q tests/analyzer/test_fuzz*.py $(ARGS)
+
+fuzz-engine: venv  ## random engines, requests and storage against an engine without host tier (N=1000 seeds)
+	HICACHE_OBS_ENGINES=$(or $(N),1000) $(BIN)/python -m pytest -q tests/controller/test_any_engine.py $(ARGS)
 
 crash: venv  ## kill writing processes at random moments and read their rings (N=200 of them)
 	HICACHE_OBS_KILLS=$(or $(N),200) $(BIN)/python -m pytest -q tests/recorder/test_ring_crash.py $(ARGS)

@@ -52,6 +52,7 @@ class RoundWork(ABC):
         positions: ``(t,) int64``, host: position of each token in its row's context.
         context_lens: ``(n,) int64``, host: tokens each row attends to at its last position.
         last: ``(n,) int64``, host: index into ``tokens`` of each row's last token.
+        shared_slots: ``(n,) int64``, device: token slot of each row where the rounds share their metadata.
         k, v: Per layer, ``(pages * page_size, heads, head_dim)``, device: the pool's pages laid end to end.
     """
 
@@ -70,6 +71,7 @@ class RoundWork(ABC):
         self.device = str(token_buffer.device)
         self._token_buffer = token_buffer
         self._next_tokens = next_tokens
+        self.shared_slots: torch.Tensor | None = None
 
     def run(self, first: int, end: int) -> None:
         """Run layers ``first <= layer < end``; the first also embeds, the last also samples."""
@@ -115,7 +117,7 @@ class RoundWork(ABC):
         batch = self.batch
         self.k = self.pool.k.flatten(1, 2).unbind()
         self.v = self.pool.v.flatten(1, 2).unbind()
-        self._token_slots = self.upload(batch.token_slots)
+        self._token_slots = self.upload(batch.token_slots) if self.shared_slots is None else self.shared_slots
         self.context_lens = batch.prefix_lens + batch.new_lens
         if batch.mode is BatchMode.DECODE:
             self.tokens = self._token_buffer.index_select(0, self._token_slots)
@@ -176,7 +178,13 @@ class ModelRunner(ABC):
         self.launched_segments = 0
         synchronize(self.token_buffer.device)
 
-    def forward(self, batch: ForwardBatch, *, layer_wait: Callable[[int], None] | None = None) -> RoundResult:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        *,
+        layer_wait: Callable[[int], None] | None = None,
+        read_metadata: Callable[[ForwardBatch, RoundWork], None] | None = None,
+    ) -> RoundResult:
         """Launch ``batch`` on ``forward_stream`` and return at once.
 
         Args:
@@ -184,6 +192,8 @@ class ModelRunner(ABC):
             layer_wait: Given when the round consumes a load-back. Called with each layer right before that
                 layer's segment is launched, the forward stream being current. Without it the round is one
                 segment.
+            read_metadata: Given when the rounds share their metadata. Called before the first segment is launched,
+                the forward stream being current, to launch the round's read of them.
 
         Returns:
             The round's ``done`` event and its tokens, which are valid once ``done`` is complete.
@@ -200,6 +210,8 @@ class ModelRunner(ABC):
             device_access(Mode.WRITE, batch.write_pages),
         )
         with self.device.stream(self.forward_stream):
+            if read_metadata is not None:
+                read_metadata(batch, round_work)
             for first, end in [(0, layers)] if layer_wait is None else [(n, n + 1) for n in range(layers)]:
                 if layer_wait is not None:
                     layer_wait(first)

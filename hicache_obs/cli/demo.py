@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hicache_obs.analyzer import explain
+from hicache_obs.cli.demo_policies import FENCES, DemoPolicies, policy_options
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.cli.outputs import Outputs, export_options, load_accepted, otlp_options
 from hicache_obs.config import read_text
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from hicache_obs.exporters.prometheus import Metrics
     from hicache_obs.exporters.server import Server
 
-FENCES: Final = ("none", "stream", "page")
 SCHEDULES: Final = ("eager", "lazy", "random", "adversarial")
 DEVICES: Final = ("auto", "cuda", "threads", "virtual")
 DEFAULT_PORT: Final = 9464
@@ -98,6 +98,7 @@ class _Defaults:
     help="Pages of the device KV pool; fewer pages make more restores.",
 )  # fmt: skip
 @click.option("--host-pages", type=click.IntRange(min=1), metavar="N", help="Pages of the pinned host KV pool.")
+@policy_options
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
     help="Of the workload, the weights and the random schedule.",
@@ -130,6 +131,7 @@ def command(
     events: str | None,
     otlp: str | None,
     json_file: str | None,
+    **policies: Any,
 ) -> int:
     """Run a KV-cache engine with and without fences, and show what the missing fence does.
 
@@ -152,6 +154,7 @@ def command(
         host_pages=host_pages,
         seed=seed,
         journal=journal,
+        policies=DemoPolicies(**policies),
     )
     from hicache_obs.exporters.findings_board import FindingsBoard
     from hicache_obs.exporters.prometheus import Metrics
@@ -210,6 +213,7 @@ def build_options(
     host_pages: int | None = None,
     seed: int = 0,
     journal: Path | None = None,
+    policies: DemoPolicies | None = None,
 ) -> DemoOptions:
     """The demo that these flags ask for; ``None`` takes the runner's default.
 
@@ -227,8 +231,8 @@ def build_options(
 
     from hicache_obs.cli.demo_run import DemoOptions
     from hicache_obs.controller.engine import EngineConfig
-    from hicache_obs.controller.scheduler import SchedulerOptions
 
+    policies = policies or DemoPolicies()
     torch.set_num_threads(1)  # the workers of the threads device are the parallelism
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "threads"
@@ -243,10 +247,9 @@ def build_options(
         head_dim=defaults.head_dim,
         vocabulary=VOCABULARY,
         seed=seed,
-        scheduler=SchedulerOptions(
-            max_running=defaults.max_running,
-            max_extend_tokens=32 * defaults.page_size,
-        ),
+        scheduler=policies.scheduler(max_running=defaults.max_running, max_extend_tokens=32 * defaults.page_size),
+        write_fence=policies.write_fence,
+        storage=policies.storage_config(),
     )
     return DemoOptions(fences, device, schedule, seed, engine, work, journal)
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 FENCES: Final = ("stream", "page", "none")
 PROTECTIONS: Final = (
     "load-fence", "write-fence", "layer-waits", "layer-order", "load-stream", "write-stream", "start-waits",
-    "write-pins", "acks", "reader-stamps",
+    "write-pins", "acks", "reader-stamps", "reuse-fence", "metadata-barrier", "storage-holds",
+    "storage-replies", "backup-acks",
 )  # fmt: skip
 """Names of ``hicache_obs.testing.protections``, which imports torch."""
 _OUTCOMES: Final = {ExitCode.CLEAN: "clean", ExitCode.FINDINGS: "findings", ExitCode.NOTHING_CHECKED: "not-decided"}
@@ -155,7 +156,8 @@ def _built_in(fence: str, off: Sequence[str]) -> _Subject:
     title = f"cache controller, fence {fence}, {len(program.requests)} requests"
     title += f"; without {', '.join(off)}" if off else ""
     arguments = ("--fence", fence, *(word for name in off for word in ("--off", name)))
-    return _Subject(program, title, arguments, program.ranges, ABSENT)
+    absent = {hazard: why for hazard, why in ABSENT.items() if hazard not in program.possible}
+    return _Subject(program, title, arguments, program.ranges, absent)
 
 
 def _own(argument: str, fence: str | None, off: Sequence[str]) -> _Subject:

@@ -41,6 +41,9 @@ from hicache_obs.records import (
     EventWait,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Memcpy,
     OpId,
@@ -151,6 +154,7 @@ class Recorder:
         self._threads = 0
         self._next_op = OpId(first_op)
         self._events = itertools.count(1)
+        self._ios = itertools.count(1)
         self._sites: dict[str, int] = {}
         self._streams: set[int] = set()
         self._last_on: dict[int, int] = {}
@@ -231,6 +235,16 @@ class Recorder:
     def thread_recv(self, channel: int) -> None:
         """The calling thread has received the oldest post of ``channel``. Partner of ``thread_post``."""
         self._emit(lambda op, thread, now: ThreadRecv(op, thread, now, channel))
+
+    def io_begin(self, kind: IoKind, accesses: tuple[Access, ...], *, site: str) -> int:
+        """A transfer in no stream begins, on the calling thread. Returns the number ``io_end`` wants."""
+        io = next(self._ios)
+        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), ALL_LAYERS, accesses))
+        return io
+
+    def io_end(self, io: int) -> None:
+        """The calling thread knows transfer ``io`` to be over. Partner of ``io_begin``."""
+        self._emit(lambda op, thread, now: IoEnd(op, thread, now, io))
 
     # -- hooks: called before the device's call unless they say otherwise ------------------------------------
 

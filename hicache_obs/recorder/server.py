@@ -6,7 +6,6 @@ writes storage, and hands work from thread to thread.
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any, Final
 
@@ -27,9 +26,6 @@ from hicache_obs.records import (
     EventWait,
     GraphNode,
     GraphReplay,
-    IoBegin,
-    IoEnd,
-    IoKind,
     Kernel,
     Memcpy,
     OpId,
@@ -52,7 +48,6 @@ class ServerRecorder(Recorder):
         self._blocks = sink
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._shapes = Shapes()
-        self._ios = itertools.count(1)
 
     @property
     def batch(self) -> Batch | None:
@@ -236,16 +231,6 @@ class ServerRecorder(Recorder):
                 event = early
                 self._emit(lambda op, _, now: GraphNode(op, _, now, 0, IN_ORDER, event.event_id, ALL_LAYERS, ()))
                 self._emit(lambda op, _, now: GraphNode(op, _, now, 1, IN_ORDER, None, ALL_LAYERS, accesses))
-
-    def io_begin(self, kind: IoKind, accesses: tuple[Access, ...], *, site: str) -> int:
-        """A transfer in no stream begins, on the calling thread. Returns the number ``io_end`` wants."""
-        io = next(self._ios)
-        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), ALL_LAYERS, accesses))
-        return io
-
-    def io_end(self, io: int) -> None:
-        """The calling thread knows transfer ``io`` to be over. Partner of ``io_begin``."""
-        self._emit(lambda op, thread, now: IoEnd(op, thread, now, io))
 
     def _await_times(self, issued: list[tuple[OpId, ThreadId]], measured: Measured | None) -> None:
         """Write the operation's device times once they are known; beyond the bound the oldest never get any."""

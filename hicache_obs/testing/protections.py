@@ -6,17 +6,21 @@ Every ``without_…`` and ``with_…`` changes one engine that is otherwise whol
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+import numpy as np
 import torch
 
 from hicache_obs.controller.cache_controller import CacheController, SubmittedTransfer
 from hicache_obs.controller.engine import Engine
-from hicache_obs.controller.fence_policy import FencePolicy
+from hicache_obs.controller.fence_policy import EvictingCopy, FencePolicy
 from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
-from hicache_obs.controller.radix_cache import Node
+from hicache_obs.controller.radix_cache import HostHold, Node
+from hicache_obs.controller.storage_control import Prefetch, StorageControl
+from hicache_obs.controller.storage_jobs import Done, Fetch, Store
+from hicache_obs.controller.storage_page import NO_TAG, unpack_page
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
 from hicache_obs.findings import Hazard
 from hicache_obs.records import Direction, Mode, PageIds, Purpose
@@ -34,6 +38,10 @@ class LeavesOut:
         """See ``FencePolicy.fence``."""
         if purpose is not self._purpose:
             self._policy.fence(transfer_stream, fence_stream, pages, purpose)
+
+    def reuse(self, writer: Stream, readers: Sequence[EvictingCopy], pages: PageIds, purpose: Purpose) -> None:
+        """See ``FencePolicy.reuse``."""
+        self._policy.reuse(writer, readers, pages, purpose)
 
 
 class NeverWaits(LayerDoneCounter):
@@ -132,6 +140,33 @@ class NobodyWaits(CacheController):
         super()._submitted(queue, replace(transfer, finish=NeverAwaited()))
 
 
+class HoldsNothing(StorageControl):
+    """Host pages may be given up, and filled with something else, while a storage thread reads them."""
+
+    def _hold(self, node: Node) -> HostHold | None:
+        return None
+
+
+class TakesAtOnce(StorageControl):
+    """Pages are taken to have arrived from storage when they are asked for; what they will hold is looked up."""
+
+    def _fetch(self, prefetch: Prefetch, count: int) -> None:
+        super()._fetch(prefetch, count)
+        job = prefetch.job
+        if isinstance(job, Fetch):
+            self._take(Done(job, len(job.keys), np.array([self._tag(key) for key in job.keys], np.int64)))
+
+    def _take(self, done: Done) -> None:
+        if isinstance(done.job, Store) or done.job.number in self._fetching:
+            super()._take(done)
+
+    def _tag(self, key: str) -> int:
+        data = self.tier.backend.read(key)
+        assert data is not None  # a probe has seen it
+        page = unpack_page(data, self.tier.memory.page_bytes)
+        return page.tag if page.writer == self.tier.writer else NO_TAG
+
+
 def without_load_fence(engine: Engine) -> None:
     """Load-backs are not fenced."""
     engine.controller.policy = LeavesOut(engine.controller.policy, Purpose.LOAD_FENCE)
@@ -196,6 +231,46 @@ def without_acknowledgements(engine: Engine) -> None:
     engine.controller.__class__ = NobodyWaits
 
 
+def without_reuse_fence(engine: Engine) -> None:
+    """Nobody waits for write-backs of evicted pages before the pages are overwritten."""
+    engine.controller.before_overwrite = lambda *_, **__: None  # type: ignore[method-assign]  # this is the one place that breaks it
+
+
+def without_metadata_barrier(engine: Engine) -> None:
+    """The next round's metadata are written whether or not the round in flight has read its own."""
+    assert engine.scheduler.metadata is not None
+    engine.scheduler.metadata.barrier = lambda forward: None  # type: ignore[method-assign]  # this is the one place that breaks it
+
+
+def without_storage_holds(engine: Engine) -> None:
+    """See ``HoldsNothing``."""
+    _storage(engine).__class__ = HoldsNothing
+
+
+def without_storage_replies(engine: Engine) -> None:
+    """See ``TakesAtOnce``."""
+    _storage(engine).__class__ = TakesAtOnce
+
+
+def without_completed_backups(engine: Engine) -> None:
+    """Host pages are handed to storage when their write-back is submitted, not when it is known to be complete."""
+    controller, told = engine.controller, _storage(engine).backed_up
+    submitted = controller._submitted
+    controller.on_backed_up = None
+
+    def early(queue: deque[SubmittedTransfer], transfer: SubmittedTransfer) -> None:
+        submitted(queue, transfer)
+        if transfer.direction is Direction.DEVICE_TO_HOST:
+            told(transfer)
+
+    controller._submitted = early  # type: ignore[method-assign]  # this is the one place that breaks it
+
+
+def _storage(engine: Engine) -> StorageControl:
+    assert engine.scheduler.storage is not None
+    return engine.scheduler.storage
+
+
 @dataclass(frozen=True, slots=True)
 class Protection:
     """A protection that can be taken out.
@@ -204,16 +279,24 @@ class Protection:
         remove: Takes it out of an engine that has not begun.
         against: What it is there against: the races found without it.
         fences: Policies under which it does something.
+        options: Of the scheduler, with which it does something.
+        storage: Only with a storage tier.
+        evictions: Shown by a workload that restores prefixes right after they were evicted.
     """
 
     remove: Callable[[Engine], None]
     against: frozenset[Hazard]
     fences: tuple[str, ...] = ("stream", "page")
+    options: Mapping[str, str | bool] = field(default_factory=dict)
+    storage: bool = False
+    evictions: bool = False
 
 
 _WAW, _WAR = Hazard.WAW_FORWARD_RESTORE, Hazard.WAR_FORWARD_RESTORE
 _RAW_LOAD, _RAW_WRITE = Hazard.RAW_RESTORE_FORWARD, Hazard.RAW_FORWARD_BACKUP
 _WAR_WRITE = Hazard.WAR_BACKUP_FORWARD
+_STORAGE = frozenset({Hazard.STORAGE_PREFETCH})
+_WRITE_BACK: Final[Mapping[str, str | bool]] = {"write_policy": "write_back", "early_backup": False}
 
 PROTECTIONS: Final = {
     "load-fence": Protection(without_load_fence, frozenset({_WAW, _WAR})),
@@ -226,5 +309,12 @@ PROTECTIONS: Final = {
     "write-pins": Protection(without_write_pins, frozenset({_WAR_WRITE})),
     "acks": Protection(without_acknowledgements, frozenset({_WAR_WRITE, Hazard.HOST_REUSE})),
     "reader-stamps": Protection(without_readers_in_stamps, frozenset({_WAR}), fences=("page",)),
+    "reuse-fence": Protection(without_reuse_fence, frozenset({_WAR_WRITE}), options=_WRITE_BACK, evictions=True),
+    "metadata-barrier": Protection(
+        without_metadata_barrier, frozenset({Hazard.METADATA_WAR}), options={"barrier": "read_done"}
+    ),
+    "storage-holds": Protection(without_storage_holds, _STORAGE | {Hazard.HOST_REUSE}, storage=True),
+    "storage-replies": Protection(without_storage_replies, _STORAGE | {Hazard.HOST_REUSE}, storage=True),
+    "backup-acks": Protection(without_completed_backups, _STORAGE | {Hazard.HOST_REUSE}, storage=True),
 }
 """By the name that ``hicache-obs explore --off`` takes."""

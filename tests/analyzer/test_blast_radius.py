@@ -20,7 +20,7 @@ import torch
 from hicache_obs.analyzer import Analyzer, taint
 from hicache_obs.controller.batch import ForwardBatch
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
-from hicache_obs.controller.scheduler import SchedulerOptions
+from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.transfer_engine import PageMove
 from hicache_obs.controller.workloads import Request, generate
 from hicache_obs.recorder.recorded import RecordedDevice, Recorder
@@ -123,7 +123,7 @@ class Contents:
 
         transfers = engine.controller.engine
         for target, name, wrapper in (
-            (engine.scheduler, "_alloc", alloc),
+            (engine.scheduler.pages, "alloc", alloc),
             (engine.controller, "load", load),
             (engine.runner, "start", start),
             (transfers, "_load", restore),

@@ -135,3 +135,52 @@ def test_real_request_trace(capsys: pytest.CaptureFixture[str], shared_data: Pat
 
     assert mode["restored_pages"] > 100
     assert mode["findings"] == []
+
+
+ALL_POLICIES = (
+    "--write-policy", "write_back", "--write-fence", "page", "--host-eviction", "lfu", "--retraction", "backup",
+    "--barrier", "read_done", "--chunk-tokens", "64", "--prefetch", "wait",
+)  # fmt: skip
+
+
+def test_every_policy_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each fence has a folder of its own in storage: what is spoiled without fences is not restored with them."""
+    folder = tmp_path / "storage"
+    arguments = ("--device", "virtual", "--requests", "60", "--storage", str(folder), *ALL_POLICIES)
+    none, stream, page = demo(capsys, *arguments)
+    assert none["corrupted_pages"] > 0
+    assert none["unexplained_pages"] == 0
+    assert (stream["findings"], stream["wrong_requests"], stream["corrupted_pages"]) == ([], 0, 0)
+    assert (page["findings"], page["wrong_requests"], page["corrupted_pages"]) == ([], 0, 0)
+    assert {path.name for path in folder.iterdir()} == {"none", "stream", "page"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prefetch", "wait"], "--prefetch wait: there is no storage; expected --storage URL with it"),
+        (["--storage", "/proc/version/x"], "storage /proc/version/x: cannot be made (Not a directory)"),
+        (["--storage", "nosuch://x"], "storage nosuch://x: cannot be used"),
+        (["--chunk-tokens", "8"], "max_extend_tokens: 8; chunks are whole pages, expected at least 16"),
+        (["--write-policy", "through"], "'through' is not one of 'write_through', 'write_through_selective'"),
+    ],
+)
+def test_policies_that_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["demo", "--device", "virtual", "--requests", "4", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_the_policies_are_those_of_the_controller() -> None:
+    from hicache_obs.cli import demo_policies
+    from hicache_obs.controller.eviction import EVICTION_POLICIES
+    from hicache_obs.controller.fence_policy import FENCE_POLICIES
+    from hicache_obs.controller.scheduler_options import BARRIERS, RETRACTIONS, WRITE_POLICIES
+    from hicache_obs.controller.storage_config import PREFETCH_POLICIES
+
+    assert demo_policies.FENCES == FENCE_POLICIES
+    assert demo_policies.EVICTIONS == EVICTION_POLICIES
+    assert demo_policies.WRITE_POLICIES == WRITE_POLICIES
+    assert (demo_policies.RETRACTIONS, demo_policies.BARRIERS) == (RETRACTIONS, BARRIERS)
+    assert demo_policies.PREFETCHES == PREFETCH_POLICIES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,12 @@ from hicache_obs.controller.cache_controller import CacheController
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.fence_policy import InFlight, fence_policy
 from hicache_obs.controller.gate import WriterGate
+from hicache_obs.controller.host_threads import NoRecorder
 from hicache_obs.controller.pools import DevicePool, HostPool, KVLayout
 from hicache_obs.controller.radix_cache import Node, RadixCache
-from hicache_obs.controller.scheduler import SchedulerOptions
+from hicache_obs.controller.scheduler_options import SchedulerOptions
+from hicache_obs.controller.storage_backend import StorageBackend
+from hicache_obs.controller.storage_config import StorageConfig
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
 from hicache_obs.controller.workloads import Request, generate
 from hicache_obs.findings import Finding, Hazard
@@ -48,6 +51,7 @@ from hicache_obs.records import device as device_access
 from hicache_obs.streams import open_device
 from hicache_obs.streams.protocol import Device, Event, Stream
 from hicache_obs.testing import RecordingSink, races
+from hicache_obs.testing.world import SeededThreads
 
 VOCABULARY = 512
 PAGE_SIZE = 4
@@ -82,6 +86,7 @@ class Observed:
     Attributes:
         bare: The device itself.
         device: What an engine gets; the bare device if it is not to be recorded.
+        recorder: Its recorder, if it is recorded.
         sink: What the analyzer reported, once ``analyse`` was called.
     """
 
@@ -90,12 +95,12 @@ class Observed:
         self.device: Any = bare
         self.sink = RecordingSink()
         self._trace = Trace()
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
         if record:
-            self._recorder = Recorder(self._trace, clock=bare.host_ns)
-            self._recorder.define_engine("test engine")
-            self._recorder.define_pool("kv", LAYERS)
-            self.device = RecordedDevice(bare, self._recorder)
+            self.recorder = Recorder(self._trace, clock=bare.host_ns)
+            self.recorder.define_engine("test engine")
+            self.recorder.define_pool("kv", LAYERS)
+            self.device = RecordedDevice(bare, self.recorder)
 
     @property
     def records(self) -> list[AnyRecord]:
@@ -104,8 +109,8 @@ class Observed:
 
     def resolve(self) -> None:
         """Append the device times that are known by now: a recorder remembers only so many open probes."""
-        if self._recorder is not None:
-            self._recorder.resolve()
+        if self.recorder is not None:
+            self.recorder.resolve()
 
     def analyse(self) -> RecordingSink:
         """Findings of the whole trace. The device must be idle."""
@@ -197,6 +202,10 @@ class Setup:
 
     Attributes:
         backend: ``threads``, ``virtual-<schedule>`` or ``cuda``.
+        policies: More of ``SchedulerOptions``.
+        storage: A third tier: a ``StorageConfig``; on the virtual device its threads take turns as ``seed`` says.
+        changes: Chance that a host thread may lose its turn at a call, on the virtual device.
+        store: Its back end, instead of the one the URL names.
         prepare: Called with the engine before it starts: where a test takes a protection out.
         after_step: Called with the engine after every scheduler step.
         gated: With the demo's writer gate, of ``gate_timeout_s``.
@@ -214,6 +223,11 @@ class Setup:
     host_tier: bool = True
     early_backup: bool = False
     poll_acks: bool = False
+    policies: Mapping[str, Any] = field(default_factory=dict)
+    write_fence: str | None = None
+    storage: StorageConfig | None = None
+    changes: float = 0.5
+    store: StorageBackend | None = None
     prepare: Callable[[Engine], None] | None = None
     after_step: Callable[[Engine], None] | None = None
     gated: bool = False
@@ -265,9 +279,17 @@ class Lab:
                 host_tier=setup.host_tier,
                 early_backup=setup.early_backup,
                 poll_acks=setup.poll_acks,
+                **setup.policies,
             ),
+            write_fence=setup.write_fence,
+            storage=setup.storage,
         )
-        engine = build_engine(observed.device, config, requests)
+        threads = None
+        if setup.storage is not None and setup.backend.startswith("virtual"):
+            threads = SeededThreads(observed.recorder or NoRecorder(), setup.seed, changes=setup.changes)
+            self._stack.callback(threads.close)
+        engine = build_engine(observed.device, config, requests, threads=threads, backend=setup.store)
+        self._stack.callback(engine.close)
         if setup.gated:
             gate = WriterGate(engine.scheduler, timeout_s=setup.gate_timeout_s)
             engine.controller.on_transfer = gate.on_transfer
@@ -288,6 +310,7 @@ class Lab:
                 chosen.after_step(engine)
 
         engine.run(requests, after_step=after_step)
+        engine.close()
         result = Run(engine, observed)
         observed.bare.close()
         return result
