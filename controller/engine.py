@@ -8,9 +8,10 @@ from typing import Final
 
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.cache_controller import CacheController
+from hicache_obs.controller.compaction import Compactor
 from hicache_obs.controller.fence_policy import InFlight, fence_policy
-from hicache_obs.controller.host_threads import HostRecorder, HostThreads, NoRecorder, RealThreads
 from hicache_obs.controller.graph_rounds import GraphRunner
+from hicache_obs.controller.host_threads import HostRecorder, HostThreads, NoRecorder, RealThreads
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import ModelRunner
 from hicache_obs.controller.pattern import PatternRunner
@@ -54,6 +55,7 @@ class EngineConfig:
         host_layout: One of ``HOST_LAYOUTS``.
         io: Back end of the copies, one of ``IO_BACKENDS``; default: ``direct`` on a GPU, else ``kernel``.
         graphs: Replay captured graphs for the rounds in which every row adds one token.
+        compact_every: Scheduler steps between two compactions of the device pool; 0: pages never move.
     """
 
     runner: str
@@ -73,6 +75,7 @@ class EngineConfig:
     host_layout: str = "layer-first"
     io: str | None = None
     graphs: bool = False
+    compact_every: int = 0
 
     @property
     def namespace(self) -> str:
@@ -87,12 +90,14 @@ class Engine:
 
     Attributes:
         scheduler, controller, runner, ledger: Its parts that callers look at.
+        compactor: Moves pages; ``None`` if they never move.
     """
 
     scheduler: Scheduler
     controller: CacheController
     runner: ModelRunner
     ledger: ContentLedger
+    compactor: Compactor | None = None
 
     def run(self, requests: Sequence[Request], *, after_step: Callable[[], None] | None = None) -> None:
         """Run ``requests`` to completion; blocks. ``after_step`` is called after every scheduler step.
@@ -179,12 +184,15 @@ def build_engine(
             config.storage,
         )
         scheduler.use_storage(StorageControl(tier, radix, scheduler.backups, config.storage, config.namespace))
-    return Engine(scheduler, controller, runner, ledger)
+    compactor = Compactor(scheduler, config.compact_every) if config.compact_every else None
+    if compactor is not None:
+        scheduler.before_batch = compactor.step
+    return Engine(scheduler, controller, runner, ledger, compactor)
 
 
 def _tenancies(config: EngineConfig, requests: Sequence[Request]) -> int:
     pages = sum(_pages(request, config.page_size) for request in requests)
-    return TENANCIES_PER_PAGE * (pages + config.device_pages)
+    return TENANCIES_PER_PAGE * (pages + config.device_pages) * (2 if config.compact_every else 1)
 
 
 def _pages(request: Request, page_size: int) -> int:

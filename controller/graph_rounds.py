@@ -33,7 +33,7 @@ from hicache_obs.records import Access, Mode, PageIds, Space, Work
 from hicache_obs.streams.protocol import Device, Event, Graph
 
 GRAPH_BUFFERS = INDEX_BUFFERS + 1
-"""Ids of graphs' tensors among the buffers in records, behind the one of shared metadata: two per graph, inputs and tokens."""
+"""Ids of graphs' tensors among the buffers in records, behind that of shared metadata: inputs and tokens of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class IndexBlock:
     marked: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class IndexBlocks:
     """All blocks of one device. Scheduler's thread only; nothing blocks.
 

@@ -175,6 +175,12 @@ class DevicePool:
         k, v = (self.read(part, layer, slots).unflatten(0, (-1, size)) for part in (0, 1))
         return k, v
 
+    def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Copy ``(n,) int64`` pages ``old`` to pages ``new``, at all layers."""
+        for buffer in self.buffers:
+            stored = buffer.view(torch.uint8) if buffer.dtype is FP8 else buffer
+            stored.index_copy_(1, new, stored.index_select(1, old))
+
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store K and V, ``(n, heads, head_dim)`` of ``layout.dtype``, in ``(n,) int64`` slots, each named once.
 

@@ -68,6 +68,7 @@ class Operation(Struct, eq=False):
         group: Group it belongs to.
         unordered: Earlier operations that conflict and are not proven ordered.
         start_ns, end_ns, error_ns: Device times once known, else ``None``.
+        within: It is an entry of a graph replay, whose times are those of the whole replay: it ran sometime in them.
     """
 
     op: OpId
@@ -81,6 +82,7 @@ class Operation(Struct, eq=False):
     start_ns: int | None = None
     end_ns: int | None = None
     error_ns: int = 0
+    within: bool = False
 
     def set_times(self, start_ns: int, end_ns: int, error_ns: int) -> None:
         """The device times are known."""

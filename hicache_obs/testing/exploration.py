@@ -414,7 +414,7 @@ def _execute(program: Program, script: Script, bounds: Bounds, checks: _Checks) 
     )
 
 
-_ORDERING: Final = (EventWait, WaitStream, EventSync, HostSync, EventQuery, ThreadRecv)
+_ORDERING: Final = (EventWait, WaitStream, EventSync, HostSync, EventQuery, ThreadRecv, RecordStream)
 """Without these every stream and thread is on its own: what then races is what they keep in order."""
 
 

@@ -244,6 +244,7 @@ class Setup:
     host_layout: str = "layer-first"
     io: str | None = None
     graphs: bool = False
+    compact_every: int = 0
 
 
 class Lab:
@@ -288,6 +289,7 @@ class Lab:
             host_layout=setup.host_layout,
             io=setup.io,
             graphs=setup.graphs,
+            compact_every=setup.compact_every,
             scheduler=SchedulerOptions(
                 max_running=setup.max_running,
                 max_extend_tokens=setup.max_extend_tokens,
