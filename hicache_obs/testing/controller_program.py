@@ -6,7 +6,7 @@ layer events and fence policy, with acknowledgements taken by query, so that wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -68,6 +68,7 @@ CONFIG: Final = EngineConfig(
     seed=0,
     scheduler=SchedulerOptions(max_running=3, early_backup=True, poll_acks=True),
 )
+"""The engine that runs them, under policy ``page``."""
 ABSENT: Final = {
     Hazard.STORAGE_PREFETCH: "there is no storage tier",
     Hazard.RELOCATION: "pages are moved with --off move-gate or move-wait only",
@@ -145,7 +146,9 @@ class ControllerProgram:
         needs = [PROTECTIONS[name] for name in off]
         storage = storage or any(need.storage for need in needs)
         config = engine_for(needs, fence, storage=storage)
-        self._config = replace(config, **({} if pages is None else {"device_pages": pages, "host_pages": pages}))
+        if pages is not None:
+            config = replace(config, device_pages=pages, host_pages=config.host_pages if storage else pages)
+        self._config = config
         self.requests: Final = requests(workload or workload_for(needs, storage=storage))
         self.possible: Final = frozenset({Hazard.STORAGE_PREFETCH}) if storage else frozenset()
         self._off = tuple(off)
