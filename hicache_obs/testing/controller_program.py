@@ -6,7 +6,7 @@ layer events and fence policy, with acknowledgements taken by query, so that wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -79,13 +79,13 @@ ABSENT: Final = {
 """Hazards this controller cannot have, and why; with a storage tier it can have the first."""
 
 
-def workload_for(needs: Sequence[Protection], *, storage: bool = False, usual: Workload = WORKLOAD) -> Workload:
-    """A workload under which each of ``needs`` does something; ``usual`` where that is none of its own."""
+def workload_for(needs: Sequence[Protection], *, storage: bool = False) -> Workload:
+    """A workload under which each of ``needs`` does something."""
     if storage:
         return STORED
     if any(need.evictions for need in needs):
         return EVICTIONS
-    return GRAPH_WORKLOAD if any(need.engine.get("graphs") for need in needs) else usual
+    return GRAPH_WORKLOAD if any(need.engine.get("graphs") for need in needs) else WORKLOAD
 
 
 def engine_for(needs: Sequence[Protection], fence: str, *, storage: bool = False) -> EngineConfig:

@@ -1,7 +1,8 @@
 """The switch matrix: every protection taken out once, under every fence policy that has it.
 
 A cell runs one engine on the virtual device under a small workload. What the host does there depends on nothing that
-the device does, so every schedule has the same records, and with them the same races. A cell holds when
+the device does, so every schedule has the same records, and with them the same races. Only with a storage tier the host
+threads decide as well, by a seed. A cell holds when
 
 * *whole*, with nothing taken out, the engine is clean: no finding under any schedule, contents right, and pairs that
   need an order for each hazard of the cell: otherwise the clean result would mean nothing;
@@ -15,6 +16,7 @@ tokens than in the run where each operation is complete before the next is issue
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -40,10 +42,12 @@ from hicache_obs.records import (
 from hicache_obs.streams.runner import Runner
 from hicache_obs.streams.schedule import Board, Queued, Schedule, schedule_named
 from hicache_obs.streams.virtual import VirtualDevice
-from hicache_obs.testing.controller_program import CONFIG, requests, workload_for
+from hicache_obs.testing.controller_program import GRAPH_WORKLOAD, PAGES, engine_for, requests
 from hicache_obs.testing.exploration import ListSink, needs_order
+from hicache_obs.testing.memory_backend import MemoryBackend
 from hicache_obs.testing.protections import PROTECTIONS, Protection
 from hicache_obs.testing.recording import RecordingSink
+from hicache_obs.testing.world import SeededThreads
 
 WORKLOAD: Final = (
     ("eeff", 2),
@@ -60,6 +64,8 @@ WORKLOAD: Final = (
 )
 """As ``controller_program.WORKLOAD``. Found by a search: without any one of the protections something races here,
 though transfers are acknowledged at a fixed distance."""
+AGAIN: Final = WORKLOAD + WORKLOAD[:6]
+"""Long enough for prompts to be in storage only."""
 SEEDS: Final = 10
 """Random schedules per cell, besides the quiet one and the adversarial one."""
 WITNESSES: Final = 60
@@ -73,12 +79,15 @@ class Outcome:
     Attributes:
         records: Its trace.
         findings: What the analyzer reports for it.
-        tokens: What each round sampled, discarded rows included, by round id.
+        outputs: Tokens of each request.
+        tokens: What each round sampled, discarded rows included, by round id; empty with a storage tier, whose threads
+            decide what is in a round.
         spoiled: Whether a restored or moved page was read with wrong contents.
     """
 
     records: tuple[AnyRecord, ...]
     findings: tuple[Finding, ...]
+    outputs: dict[int, list[int]]
     tokens: dict[int, list[int]]
     spoiled: bool
 
@@ -116,8 +125,12 @@ class Cell:
 
     @property
     def holds(self) -> bool:
-        """Clean with something to check; without the protection reported every time, and wrong under a witness."""
-        return self.clean and self.checks > 0 and self.reported == self.schedules and self.witnessed > 0
+        """Clean with something to check; without the protection reported every time, and wrong under a witness.
+
+        With a storage tier the order of host threads decides what the host does, so not every order has the race.
+        """
+        enough = 1 if PROTECTIONS[self.name].storage else self.schedules
+        return self.clean and self.checks > 0 and self.reported >= enough and self.witnessed > 0
 
 
 class Overtakes:
@@ -169,10 +182,10 @@ def judge_cell(name: str, fence: str, *, seeds: int = SEEDS) -> Cell:
         seeds: Random schedules.
     """
     protection = PROTECTIONS[name]
-    schedules = [schedule_named("eager"), schedule_named("adversarial")]
-    whole = [run(protection, fence, schedule) for schedule in [*schedules, *_seeded(seeds)]]
-    schedules = [schedule_named("eager"), schedule_named("adversarial")]
-    without = [run(protection, fence, schedule, off=True) for schedule in [*schedules, *_seeded(seeds)]]
+    whole, without = (
+        [run(protection, fence, schedule, seed=seed, off=off) for seed, schedule in _schedules(seeds)]
+        for off in (False, True)
+    )
     in_order = without[0]
     checks = needs_order(whole[0].records)
     return Cell(
@@ -188,22 +201,26 @@ def judge_cell(name: str, fence: str, *, seeds: int = SEEDS) -> Cell:
     )
 
 
-def run(protection: Protection, fence: str, schedule: Schedule, *, off: bool = False) -> Outcome:
-    """One run of the engine that ``protection`` is part of, with it or (``off``) without."""
+def run(protection: Protection, fence: str, schedule: Schedule, *, seed: int = 0, off: bool = False) -> Outcome:
+    """One run of the engine that ``protection`` is part of, with it or (``off``) without; ``seed``: of its threads."""
     device = VirtualDevice(schedule)
     trace = ListSink()
     recorder = Recorder(trace, clock=device.host_ns, ranges=NoRanges(), max_pending=1)
     recorder.define_engine("hicache-obs controller")
-    limits = replace(CONFIG.scheduler, poll_acks=False)
-    config = replace(CONFIG, fence=fence, scheduler=limits, **protection.options)
+    config = engine_for((protection,), fence, storage=protection.storage)
+    limits = replace(config.scheduler, poll_acks=False)
+    config = replace(config, scheduler=limits, device_pages=PAGES, host_pages=PAGES)
     recorder.define_pool("kv", config.layers)
-    work = requests(workload_for(protection.options, usual=WORKLOAD))
-    engine = build_engine(RecordedDevice(device, recorder), config, work)
-    watch_blocks(engine.controller.engine, recorder)
-    if off:
-        protection.remove(engine)
-    rounds = _keep_rounds(engine)
-    engine.run(work)
+    work = requests(GRAPH_WORKLOAD if config.graphs else AGAIN if protection.storage else WORKLOAD)
+    with closing(SeededThreads(recorder, seed)) as threads:
+        recorded = RecordedDevice(device, recorder)
+        engine = build_engine(recorded, config, work, threads=threads, backend=MemoryBackend())
+        watch_blocks(engine.controller.engine, recorder)
+        if off:
+            protection.remove(engine)
+        rounds = _keep_rounds(engine)
+        engine.run(work)
+        engine.close()
     assert not recorder.counters.errors, "the recorder failed, so this run proves nothing"
     sink = RecordingSink()
     analyzer = Analyzer(sink)
@@ -212,27 +229,39 @@ def run(protection: Protection, fence: str, schedule: Schedule, *, off: bool = F
     return Outcome(
         records=tuple(trace.records),
         findings=tuple(sink.findings),
-        tokens={result.round_id: result.next_tokens.tolist() for result in rounds},
+        outputs=engine.scheduler.outputs,
+        tokens={} if protection.storage else {result.round_id: result.next_tokens.tolist() for result in rounds},
         spoiled=bool(len(engine.ledger.corrupted())),
     )
 
 
 def wrong(outcome: Outcome, in_order: Outcome) -> bool:
     """Whether contents are: see the module's docstring."""
-    return outcome.spoiled or outcome.tokens != in_order.tokens
+    return outcome.spoiled or outcome.outputs != in_order.outputs or outcome.tokens != in_order.tokens
 
 
-def _seeded(seeds: int) -> list[Schedule]:
-    return [schedule_named("random", seed=seed) for seed in range(seeds)]
+def _schedules(seeds: int) -> list[tuple[int, Schedule]]:
+    """Each with a seed for host threads: the quiet one, the adversarial one, random ones."""
+    fixed = [(0, schedule_named("eager")), (0, schedule_named("adversarial"))]
+    return fixed + [(seed, schedule_named("random", seed=seed)) for seed in range(seeds)]
 
 
 def _witness(protection: Protection, fence: str, in_order: Outcome) -> int:
-    """Place of the first finding whose witness leaves wrong contents, from 1; 0 if there is none."""
-    places = places_of(in_order.records)
-    found = [finding for finding in in_order.findings if finding.hazard in protection.against]
-    for number, finding in enumerate(found[:WITNESSES], 1):
-        schedule = Overtakes(places[finding.later.op], finding.later.site)
-        if wrong(run(protection, fence, schedule, off=True), in_order):
+    """Place of the first witness that leaves wrong contents, from 1; 0 if there is none.
+
+    Where host threads take part, a witness is a schedule of theirs under which the device runs nothing unasked, or
+    everything at once.
+    """
+    witnesses: list[tuple[int, Schedule]]
+    if protection.storage:
+        names = ("lazy", "eager") * (WITNESSES // 2)
+        witnesses = [(number // 2, schedule_named(name)) for number, name in enumerate(names)]
+    else:
+        places = places_of(in_order.records)
+        found = [finding.later for finding in in_order.findings if finding.hazard in protection.against]
+        witnesses = [(0, Overtakes(places[later.op], later.site)) for later in found[:WITNESSES]]
+    for number, (seed, schedule) in enumerate(witnesses, 1):
+        if wrong(run(protection, fence, schedule, seed=seed, off=True), in_order):
             return number
     return 0
 
