@@ -110,6 +110,7 @@ class Scheduler:
         before_batch: Called before a batch is chosen: where pages are moved. Defaults to nothing.
         before_launch, after_submit: Called before a round is launched and after the step's load-backs were
             submitted; the demo's writer gate hangs here. Both default to nothing.
+        on_move: Told of pages that have moved: ``(step, old, new)``.
         on_round: Told of every launched round and the requests of its rows: ``(round_id, request_ids)``.
         on_discard: Told which of them the host had given up before it handled the round: ``(round_id, request_ids)``.
         counters: What it did.
@@ -155,6 +156,7 @@ class Scheduler:
         self.before_batch: Callable[[], None] | None = None
         self.before_launch: Callable[[], None] | None = None
         self.after_submit: Callable[[], None] | None = None
+        self.on_move: Callable[[int, PageIds, PageIds], None] | None = None
         self.on_round: Callable[[int, tuple[int, ...]], None] | None = None
         self.on_discard: Callable[[int, PageIds], None] | None = None
         self.counters = SchedulerCounters()
@@ -252,8 +254,11 @@ class Scheduler:
         """
         for state in self._running:
             self.table.move(state, pages, tenancies)
-        for page in np.flatnonzero(tenancies >= 0).tolist():
+        moved = np.flatnonzero(tenancies >= 0)
+        for page in moved.tolist():
             self.restored[int(tenancies[page])] = Restored(int(pages[page]), self._step)
+        if self.on_move is not None:
+            self.on_move(self._step, moved, pages[moved])
 
     def drain(self) -> None:
         """Submit and acknowledge all transfers that are queued or in flight. Blocks."""
