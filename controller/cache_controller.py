@@ -143,7 +143,7 @@ class CacheController:
     _transfers: int = 0
 
     def __post_init__(self) -> None:
-        self.layer_done = LayerDoneCounter(self.device, self.engine.device_pool.layout.layers)
+        self.layer_done = LayerDoneCounter(self.device, self.engine.model_layers)
 
     @property
     def transfers_in_flight(self) -> int:

@@ -100,6 +100,11 @@ class TransferEngine:
             self._launch(self.store_parts(move))
             return self._finish(move, stream)
 
+    @property
+    def model_layers(self) -> int:
+        """Layers that a load-back restores, each with an event of its own."""
+        return self.device_pool.layout.layers
+
     def load_parts(self, move: PageMove) -> Sequence[Sequence[Part]]:
         """The copies of a load-back, layer by layer."""
         layout = self.device_pool.layout
