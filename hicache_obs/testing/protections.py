@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
-import torch
 
 from hicache_obs.controller.cache_controller import CacheController, SubmittedTransfer
 from hicache_obs.controller.compaction import Compactor, MoveGate
@@ -68,7 +67,8 @@ class CopiesElsewhere(TransferEngine):
     """The fenced streams stay empty: the copies of one direction run on another."""
 
     def __init__(self, engine: TransferEngine, direction: Direction) -> None:
-        super().__init__(engine.device, engine.device_pool, engine.host_pool)
+        super().__init__(engine.device, engine.device_pool, engine.host_pool, io=engine.io)
+        self.blocks = engine.blocks
         self._direction = direction
         self._elsewhere = engine.device.Stream("elsewhere")
 
@@ -96,24 +96,28 @@ class CopiesElsewhere(TransferEngine):
 
 
 class StartsAtOnce(TransferEngine):
-    """Copies do not wait for the event after which their index tensors are filled.
-
-    The host leaves the pages in them in another order, as an earlier transfer may have: what a copy makes of a wild
-    index is not the same in every run.
-    """
+    """Copies do not wait for the event after which their index tensors are filled; see ``FreshBlocks``."""
 
     def submit_host_to_device(
         self, move: PageMove, *, start_event: Event, on_layer_done: Callable[[int], None]
     ) -> Event:
         """See ``TransferEngine.submit_host_to_device``."""
-        move.device_index.copy_(torch.from_numpy(np.roll(move.device_pages, 1)))
         start_event = self.device.Event()  # never recorded: a wait for it is a no-op
         return super().submit_host_to_device(move, start_event=start_event, on_layer_done=on_layer_done)
 
     def submit_device_to_host(self, move: PageMove, *, start_event: Event) -> Event:
         """See ``TransferEngine.submit_device_to_host``."""
-        move.device_index.copy_(torch.from_numpy(np.roll(move.device_pages, 1)))
         return super().submit_device_to_host(move, start_event=self.device.Event())
+
+
+class FreshBlocks(IndexBlocks):
+    """Blocks hold page 0 until they are filled: what a copy makes of a wild index is not the same in every run."""
+
+    def take(self, count: int) -> IndexBlock:
+        """See ``IndexBlocks.take``."""
+        block = super().take(count)
+        block.tensor.zero_()
+        return block
 
 
 class NeverAwaited:
@@ -246,8 +250,8 @@ def with_write_copies_elsewhere(engine: Engine) -> None:
 
 def without_start_waits(engine: Engine) -> None:
     """See ``StartsAtOnce``."""
-    parts = engine.controller.engine
-    engine.controller.engine = StartsAtOnce(parts.device, parts.device_pool, parts.host_pool)
+    engine.controller.engine.__class__ = StartsAtOnce
+    engine.controller.engine.blocks.__class__ = FreshBlocks
 
 
 def without_readers_in_stamps(engine: Engine) -> None:
