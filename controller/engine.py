@@ -80,8 +80,9 @@ class EngineConfig:
     @property
     def namespace(self) -> str:
         """Names everything that page contents depend on, but for the tokens."""
-        shape = (self.layers, self.heads, self.head_dim, self.page_size, self.vocabulary, self.seed, self.kv)
-        return f"{self.runner} {' '.join(map(str, shape))}"
+        shape = (self.layers, self.heads, self.head_dim, self.page_size, self.vocabulary, self.seed)
+        form = "" if self.kv == "mha" else f" {self.kv}"
+        return f"{self.runner} {' '.join(map(str, shape))}{form}"
 
 
 @dataclass(eq=False)
