@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from hicache_obs.controller.batch import ForwardBatch
+from hicache_obs.controller.index_blocks import INDEX_BUFFERS
 from hicache_obs.controller.model_runner import RoundWork, to_device
 from hicache_obs.controller.pools import synchronize
-from hicache_obs.controller.transfer_engine import INDEX_BUFFERS
 from hicache_obs.records import Access, Mode, PageIds, Space, Work
 from hicache_obs.streams.protocol import Device, Event, Stream
 

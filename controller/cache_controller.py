@@ -143,7 +143,7 @@ class CacheController:
     _transfers: int = 0
 
     def __post_init__(self) -> None:
-        self.layer_done = LayerDoneCounter(self.device, self.engine.device_pool.layout.layers)
+        self.layer_done = LayerDoneCounter(self.device, self.engine.model_layers)
 
     @property
     def transfers_in_flight(self) -> int:
@@ -273,6 +273,7 @@ class CacheController:
     def _release(self, done: SubmittedTransfer) -> None:
         """Unpin the nodes of a transfer once it is complete."""
         done.finish.synchronize()  # after a query that said so it returns at once, and turns the poll into an order
+        self.engine.blocks.settled(done.transfer)
         for operation in done.operations:
             if done.direction is Direction.HOST_TO_DEVICE:
                 operation.node.loading = False
@@ -290,8 +291,9 @@ class CacheController:
         device_pages, host_pages = merge_ops(operations)
         self._transfers += 1
         host_index = torch.from_numpy(host_pages)
-        device_index = torch.empty(len(device_pages), dtype=torch.int64, device=self.device.torch_device)
-        move = PageMove(self._transfers, device_pages, host_pages, device_index, host_index)
+        block = self.engine.blocks.take(len(device_pages))
+        device_index = block.tensor[: len(device_pages)]
+        move = PageMove(device_pages, host_pages, device_index, host_index, self._transfers, block)
         staging = torch.from_numpy(device_pages)
         if device_index.device.type == "cuda":
             staging = staging.pin_memory()

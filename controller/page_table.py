@@ -32,6 +32,15 @@ class PageTable:
         self._store(state, state.page_count, end, pages, tenancies, sources)
         state.page_count = end
 
+    def move(self, state: RequestState, pages: PageIds, tenancies: Int64Array) -> None:
+        """The request's pages have moved; arguments as in ``Scheduler.move_pages``."""
+        row = self.pages[state.slot, : state.page_count]
+        new = tenancies[row]
+        held = self.tenancies[state.slot, : state.page_count]
+        held[new >= 0] = new[new >= 0]
+        row[:] = pages[row]
+        self.version += 1
+
     def used(self, state: RequestState) -> PageIds:
         """``(page_count,) int64`` copy of the request's pages."""
         pages: PageIds = self.pages[state.slot, : state.page_count].copy()

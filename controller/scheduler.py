@@ -107,8 +107,10 @@ class Scheduler:
         table, backups, pages: The requests' pages, the write policy, and what moves pages between them.
         metadata: What rounds share; ``None`` if each brings its own.
         storage: The third tier, ``None`` without one; see ``use_storage``.
+        before_batch: Called before a batch is chosen: where pages are moved. Defaults to nothing.
         before_launch, after_submit: Called before a round is launched and after the step's load-backs were
             submitted; the demo's writer gate hangs here. Both default to nothing.
+        on_move: Told of pages that have moved: ``(step, old, new)``.
         on_round: Told of every launched round and the requests of its rows: ``(round_id, request_ids)``.
         on_discard: Told which of them the host had given up before it handled the round: ``(round_id, request_ids)``.
         counters: What it did.
@@ -151,8 +153,10 @@ class Scheduler:
         if options.barrier != "private":
             self.metadata = BatchMetadata(runner.device, options.max_running, options.barrier)
         self.storage: StorageControl | None = None
+        self.before_batch: Callable[[], None] | None = None
         self.before_launch: Callable[[], None] | None = None
         self.after_submit: Callable[[], None] | None = None
+        self.on_move: Callable[[int, PageIds, PageIds], None] | None = None
         self.on_round: Callable[[int, tuple[int, ...]], None] | None = None
         self.on_discard: Callable[[int, PageIds], None] | None = None
         self.counters = SchedulerCounters()
@@ -222,6 +226,8 @@ class Scheduler:
         if self.metadata is not None:
             self.metadata.barrier(self._forward_stream())
         self._set_fence_streams()
+        if self.before_batch is not None:
+            self.before_batch()
         batch, rows = self._next_batch()
         self._submit_evictions()
         ticket = self.controller.start_loading(self._step)
@@ -238,6 +244,21 @@ class Scheduler:
         elif launched is None and self.storage is not None:
             self.storage.wait(self._waiting)
         self._launched = launched
+
+    def move_pages(self, pages: PageIds, tenancies: PageIds) -> None:
+        """Device pages have moved: running requests use the new ones.
+
+        Args:
+            pages: ``(device pages,) int64``: where each page is now.
+            tenancies: Likewise: its new tenancy, -1 for a page that has not moved.
+        """
+        for state in self._running:
+            self.table.move(state, pages, tenancies)
+        moved = np.flatnonzero(tenancies >= 0)
+        for page in moved.tolist():
+            self.restored[int(tenancies[page])] = Restored(int(pages[page]), self._step)
+        if self.on_move is not None:
+            self.on_move(self._step, moved, pages[moved])
 
     def drain(self) -> None:
         """Submit and acknowledge all transfers that are queued or in flight. Blocks."""

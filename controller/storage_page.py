@@ -93,14 +93,15 @@ class HostPageMemory:
     """Bytes of the host pool's pages. Any thread; who may touch which page when is the caller's business.
 
     Attributes:
-        page_bytes: Of one page, K and V of all layers.
+        page_bytes: Of one page, all buffers and layers.
     """
 
     def __init__(self, pool: HostPool) -> None:
         self.page_bytes: Final = pool.layout.page_bytes
         self._parts: tuple[npt.NDArray[np.uint8], ...] = tuple(
-            tensor.view(torch.uint8).numpy() for tensor in (pool.k, pool.v)
+            buffer.view(torch.uint8).numpy() for buffer in pool.buffers
         )
+        self._ends = np.cumsum([part[:, 0].size for part in self._parts])
 
     def read(self, page: int) -> bytes:
         """A copy of the page's contents."""
@@ -109,5 +110,5 @@ class HostPageMemory:
     def write(self, page: int, payload: bytes | memoryview) -> None:
         """Set the page's contents; ``payload`` has ``page_bytes``."""
         values = np.frombuffer(payload, np.uint8)
-        for part, half in zip(self._parts, np.split(values, len(self._parts)), strict=True):
+        for part, half in zip(self._parts, np.split(values, self._ends[:-1]), strict=True):
             part[:, page] = half.reshape(part[:, page].shape)

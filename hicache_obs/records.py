@@ -645,6 +645,7 @@ class Work(Struct, frozen=True, eq=False, gc=False):
         direction: ``None`` for a kernel.
         size_bytes: Bytes moved; the virtual device derives the duration from it.
         rows: As in ``Kernel``.
+        moves: It is a ``Relocate``: pages get new addresses.
     """
 
     site: str
@@ -654,6 +655,7 @@ class Work(Struct, frozen=True, eq=False, gc=False):
     direction: Direction | None = None
     size_bytes: int = 0
     rows: PageIds | None = None
+    moves: bool = False
 
 
 def page_ids(ids: Iterable[int]) -> PageIds:

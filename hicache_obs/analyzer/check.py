@@ -323,6 +323,7 @@ class Analyzer:
             order.record(record.event, actor, self._seq)
         else:
             operation = self._enter(record, actor, replay.label, op=replay.record.op)
+            operation.within = True
             self._verdicts.await_entry(operation)
         replay.seen.append(record.index)
         if len(replay.seen) == replay.record.nodes:
@@ -446,7 +447,8 @@ class Analyzer:
         later.unordered += (earlier.op,)
         self._taint.race(earlier, later, conflict.overlaps)
         cause, stream = self._causes.of(conflict, later, actor, proof)
-        self._verdicts.expect(Pair(conflict, later, proof, cause, stream))
+        hazard = self._hazards.of(conflict.overlaps, earlier, later)
+        self._verdicts.expect(Pair(conflict, later, hazard, proof, cause, stream))
 
     # -- order -----------------------------------------------------------------------------------------------
 

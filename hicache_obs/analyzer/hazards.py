@@ -30,6 +30,9 @@ _DEVICE_HAZARDS: Final = {
     ("backup", Mode.READ, "forward", Mode.WRITE): Hazard.WAR_BACKUP_FORWARD,
 }
 
+_OWN_HAZARD: Final = {"graph": Hazard.GRAPH, "relocate": Hazard.RELOCATION}
+"""Operations whose every conflict has one name."""
+
 
 def role(record: Kernel | Memcpy) -> str:
     """Role of an operation on a stream, as in ``Label.what``."""
@@ -92,6 +95,8 @@ def _severity(overlap: Overlap) -> tuple[bool, bool, bool]:
 
 
 def _checked_hazards(what: str, space: Space, mode: Mode) -> tuple[Hazard, ...]:
+    if what in _OWN_HAZARD:
+        return (_OWN_HAZARD[what],)
     if space is Space.HOST:
         return (Hazard.HOST_REUSE,)
     if space is Space.BUFFER:

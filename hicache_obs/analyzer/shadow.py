@@ -93,6 +93,7 @@ class Operation(Struct, eq=False):
         rows: As in ``Kernel``.
         unordered: Earlier operations that conflict and are not proven ordered.
         start_ns, end_ns, error_ns: Device times once known, else ``None``.
+        within: It is an entry of a graph replay, whose times are those of the whole replay: it ran sometime in them.
     """
 
     op: OpId
@@ -107,6 +108,7 @@ class Operation(Struct, eq=False):
     start_ns: int | None = None
     end_ns: int | None = None
     error_ns: int = 0
+    within: bool = False
 
 
 class Group(Struct, eq=False):

@@ -44,12 +44,13 @@ class Pair:
     Attributes:
         conflict: The earlier operation and what both touch.
         later: The later operation.
-        proof, cause: As in ``Finding``.
+        hazard, proof, cause: As in ``Finding``; named when the pair was met, for its pages may be freed later.
         wrong_stream: For ``Cause.WRONG_STREAM``: the stream that waits, or was waited for, instead.
     """
 
     conflict: Conflict
     later: Operation
+    hazard: Hazard
     proof: Proof
     cause: Cause
     wrong_stream: StreamId | None = None
@@ -128,20 +129,21 @@ class Verdicts:
 
         The earlier one of a pair is the last that touched some page: what went before follows from other pairs.
         """
-        if later.start_ns is None:
-            return
+        if later.start_ns is None or later.within:
+            return  # of a graph's entry nobody knows when it ran: another may follow it and still run in its interval
         shadow, broken = self._shadow, []
         for group in self._measured.after(later.start_ns + later.error_ns, later.group.actor):
             if group.number > later.group.number or not (overlaps := shadow.shared(later.group, group)):
                 continue
             for earlier in group.overlapping(later.layers, 0):
-                if earlier.seq > later.seq or earlier.op == later.op or earlier.op in later.unordered:
+                if earlier.seq > later.seq or earlier.within or earlier.op in later.unordered:
                     continue
                 if _timing(earlier, later) is Timing.BROKEN and shadow.was_last(later.group, group):
                     broken.append(Conflict(earlier, overlaps))
         for conflict in sorted(broken, key=_earlier_seq):
             self._taint.race(conflict.earlier, later, conflict.overlaps)
-            self._report(Pair(conflict, later, Proof.ORDERED, Cause.CLOCK_OR_FENCE), Timing.BROKEN)
+            hazard = self._hazards.of(conflict.overlaps, conflict.earlier, later)
+            self._report(Pair(conflict, later, hazard, Proof.ORDERED, Cause.CLOCK_OR_FENCE), Timing.BROKEN)
 
     def _report(self, pair: Pair, timing: Timing) -> None:
         earlier, later, overlaps = pair.conflict.earlier, pair.later, pair.conflict.overlaps
@@ -151,14 +153,13 @@ class Verdicts:
         cells = {(main.space, main.pool, page) for page in pages}
         secondary = not self._raced.isdisjoint(cells)
         self._raced |= cells
-        hazard = self._hazards.of(overlaps, earlier, later)
         first, second = self._access(earlier, main.earlier), self._access(later, main.later)
         on, waiter = self._actor_name(earlier), self._actor_name(later)
-        name = fingerprint(hazard, first.site, second.site, on, waiter, self._names.engine)
+        name = fingerprint(pair.hazard, first.site, second.site, on, waiter, self._names.engine)
         self._taint.name(name, (earlier.op, later.op))
         self._sink.on_finding(
             Finding(
-                hazard=hazard,
+                hazard=pair.hazard,
                 verdict=judge(pair.proof, timing),
                 proof=pair.proof,
                 timing=timing,
@@ -174,7 +175,7 @@ class Verdicts:
                 ),
                 missing_edge=Edge(on, earlier.op, waiter, later.op),
                 wrong_waiter=None if pair.wrong_stream is None else self._names.stream(pair.wrong_stream),
-                coarse="forward" in (first.what, second.what),
+                coarse="forward" in (first.what, second.what) or earlier.within or later.within,
                 fingerprint=name,
                 secondary=secondary,
                 also=tuple(Shared(space.name.lower(), pool, ids) for (space, pool), ids in shared.items()),

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from hicache_obs.exporters.server import Server
 
 SCHEDULES: Final = ("eager", "lazy", "random", "adversarial")
+FORMS: Final = ("mha", "mla", "fp8")
+HOST_LAYOUTS: Final = ("layer-first", "page-first", "page-first-direct")
+IO_BACKENDS: Final = ("kernel", "direct")
 DEVICES: Final = ("auto", "cuda", "threads", "virtual")
 DEFAULT_PORT: Final = 9464
 VOCABULARY: Final = 512
@@ -100,6 +103,23 @@ class _Defaults:
 @click.option("--host-pages", type=click.IntRange(min=1), metavar="N", help="Pages of the pinned host KV pool.")
 @policy_options
 @click.option(
+    "--kv", type=click.Choice(FORMS), default="mha", show_default=True,
+    help="What a page holds: K and V apart, both in one buffer, or 8-bit floats with scales (runner pattern).",
+)  # fmt: skip
+@click.option(
+    "--host-layout", type=click.Choice(HOST_LAYOUTS), default="layer-first", show_default=True,
+    help="What lies together in host memory.",
+)  # fmt: skip
+@click.option(
+    "--io", type=click.Choice(IO_BACKENDS),
+    help="How pages are copied: by a gather over indices, or run by run.  [default: direct on a GPU, else kernel]",
+)  # fmt: skip
+@click.option("--graphs", is_flag=True, help="Replay captured graphs for decode rounds (runner pattern).")
+@click.option(
+    "--compact-every", type=click.IntRange(min=0), default=0, metavar="N",
+    help="Move pages to lower addresses every N scheduler steps; 0: never.",
+)  # fmt: skip
+@click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
     help="Of the workload, the weights and the random schedule.",
 )  # fmt: skip
@@ -124,6 +144,11 @@ def command(
     requests: int | None,
     device_pages: int | None,
     host_pages: int | None,
+    kv: str,
+    host_layout: str,
+    io: str | None,
+    graphs: bool,
+    compact_every: int,
     seed: int,
     serve: str | None,
     journal: Path | None,
@@ -152,6 +177,7 @@ def command(
         requests=requests,
         device_pages=device_pages,
         host_pages=host_pages,
+        pools={"kv": kv, "host_layout": host_layout, "io": io, "graphs": graphs, "compact_every": compact_every},
         seed=seed,
         journal=journal,
         policies=DemoPolicies(**policies),
@@ -211,11 +237,12 @@ def build_options(
     requests: int | None = None,
     device_pages: int | None = None,
     host_pages: int | None = None,
+    pools: Mapping[str, Any] | None = None,
     seed: int = 0,
     journal: Path | None = None,
     policies: DemoPolicies | None = None,
 ) -> DemoOptions:
-    """The demo that these flags ask for; ``None`` takes the runner's default.
+    """The demo that these flags ask for; ``None`` takes the runner's default. ``pools``: fields of ``EngineConfig``.
 
     Raises:
         ConfigError, WorkloadError: A flag, or the file it names, cannot be used.
@@ -250,6 +277,7 @@ def build_options(
         scheduler=policies.scheduler(max_running=defaults.max_running, max_extend_tokens=32 * defaults.page_size),
         write_fence=policies.write_fence,
         storage=policies.storage_config(),
+        **(pools or {}),
     )
     return DemoOptions(fences, device, schedule, seed, engine, work, journal)
 

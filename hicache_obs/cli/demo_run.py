@@ -26,6 +26,7 @@ from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
 from hicache_obs.controller.radix_node import joined, last_nodes
+from hicache_obs.controller.watching import watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.exporters.catalogue import Phase, RingProblem
@@ -202,14 +203,25 @@ class _Journal:
 class _Lineage:
     """Which transfers have moved the contents of a restored page; matches wrong pages with findings.
 
-    Listens to the controller (every transfer) and to the analyzer (every finding). Contents are named by the tenancy
-    that produced them, which they keep on every tier.
+    Listens to the controller (every transfer), the scheduler (every move) and the analyzer (every finding). Contents
+    are named by the tenancy that produced them, which they keep on every tier.
     """
 
     def __init__(self) -> None:
         self._moved: dict[int, set[tuple[int, int]]] = {}  # tenancy -> (transfer, device page)
         self._restored: dict[tuple[int, int], int] = {}  # (step, device page) -> tenancy
         self._raced: set[tuple[int, int]] = set()
+        self._holds: dict[int, int] = {}  # device page -> tenancy restored to it last, or moved there since
+        self._arrived: dict[tuple[int, int], int | None] = {}  # (step, device page moved to) -> what was moved
+        self._moves_raced: set[int] = set()
+
+    def on_move(self, step: int, old: PageIds, new: PageIds) -> None:
+        held = [self._holds.get(page) for page in old.tolist()]
+        for page, tenancy in zip(new.tolist(), held, strict=True):
+            self._arrived[step, page] = tenancy
+            self._holds.pop(page, None)
+            if tenancy is not None:
+                self._holds[page] = tenancy
 
     def on_transfer(self, transfer: SubmittedTransfer) -> None:
         for operation in transfer.operations:
@@ -220,15 +232,25 @@ class _Lineage:
                 self._moved.setdefault(tenancy, set()).add((transfer.transfer, device_page))
                 if transfer.direction is Direction.HOST_TO_DEVICE:
                     self._restored[transfer.step, device_page] = tenancy
+                    self._holds[device_page] = tenancy
 
     def on_finding(self, finding: Finding) -> None:
         for side in (finding.earlier, finding.later):
             if finding.space == "device" and side.what in ("restore", "backup"):
                 self._raced.update((side.group, page) for page in finding.pages)
+            if side.what == "relocate":
+                self._moves_raced.update(finding.pages)
 
     def explains(self, step: int, device_page: int) -> bool:
-        """Whether a finding covers a transfer of what the load-back of ``device_page`` in ``step`` restored."""
-        return not self._raced.isdisjoint(self._moved[self._restored[step, device_page]])
+        """Whether a finding covers a transfer of what the load-back of ``device_page`` in ``step`` restored.
+
+        For a page that moved there in ``step``: the move, or a transfer of what was moved.
+        """
+        place = (step, device_page)
+        if place not in self._restored and device_page in self._moves_raced:
+            return True
+        tenancy = self._restored[place] if place in self._restored else self._arrived[place]
+        return tenancy is not None and not self._raced.isdisjoint(self._moved[tenancy])
 
 
 class _ExplainingTally(Tally):
@@ -310,7 +332,7 @@ class DemoRun:
                 gate.on_transfer(transfer)
                 lineage.on_transfer(transfer)
 
-            engine.controller.on_transfer = on_transfer
+            engine.controller.on_transfer, engine.scheduler.on_move = on_transfer, lineage.on_move
             self._run(engine, f"{fence}: check", agent)
         corrupted = engine.ledger.corrupted().tolist()
         restored = engine.scheduler.restored
@@ -391,6 +413,7 @@ class DemoRun:
             observed = RecordedDevice(bare, recorder)
             threads = SeededThreads(recorder, options.seed) if options.device == "virtual" else None
             engine = build_engine(observed, self._config(fence), options.requests, threads=threads)
+            watch_blocks(engine.controller.engine, recorder)
             engine.scheduler.on_alloc = self._on_alloc(recorder, fence)
             engine.scheduler.on_discard = recorder.rows_discarded
             engine.scheduler.on_free = lambda owner, pages: recorder.page_free(owner, device(Mode.WRITE, pages))

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -24,9 +24,11 @@ from typing import Any, Final
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lanes
 from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
+from hicache_obs.recorder.pair import Pair
 from hicache_obs.recorder.ring import RecordSink
 from hicache_obs.records import (
     ALL_LAYERS,
+    IN_ORDER,
     NO_OP,
     Access,
     AnyRecord,
@@ -39,6 +41,8 @@ from hicache_obs.records import (
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
     IoBegin,
@@ -52,10 +56,13 @@ from hicache_obs.records import (
     PageIds,
     Purpose,
     RecordStream,
+    Relocate,
     RowsDiscarded,
     Space,
     StreamId,
     StreamKind,
+    TensorAlloc,
+    TensorFree,
     ThreadId,
     ThreadPost,
     ThreadRecv,
@@ -254,6 +261,8 @@ class Recorder:
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
             stream = self._queue_on(device.current_stream(), op)
             site = self._site(work.site)
+            if work.moves:
+                return Relocate(op, thread, now, stream, site, work.layers, work.accesses)
             if work.direction is None:
                 return Kernel(
                     op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses, work.rows
@@ -262,8 +271,74 @@ class Recorder:
                 op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses, work.direction
             )
 
-        name = RangeName.SEGMENT if work.direction is None else RangeName.COPY
+        name = RangeName.SEGMENT if work.direction is None and not work.moves else RangeName.COPY
         return self._emit(build, device if timed else None, name)
+
+    def begin_replay(
+        self,
+        device: Device,
+        graph: int,
+        work: Work,
+        nodes: Sequence[Work | None],
+        events: Sequence[EventState],
+        *,
+        timed: bool = True,
+    ) -> tuple[Probe, Probe] | None:
+        """A graph is replayed on the current stream. Partner of ``end_replay``.
+
+        Args:
+            device: The bare device.
+            graph, work, nodes: As in ``protocol.Device.replay``.
+            events: Those that its external records record, in order.
+
+        Returns:
+            Probes for the replay call.
+        """
+
+        issued: list[tuple[OpId, ThreadId]] = []
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            issued.append((op, thread))
+            stream = self._queue_on(device.current_stream(), op)
+            count = len(nodes)
+            return GraphReplay(
+                op, thread, now, graph, stream, self._site(work.site), work.group, count, work.layers, ()
+            )
+
+        if not self.on:
+            return None
+        with self._lock:  # the entries follow their replay at once
+            for event in events:
+                event.version += 1
+                event.known_to.clear()
+            self._emit(build, None, RangeName.SEGMENT)
+            records = iter(events)
+            for index, node in enumerate(nodes):
+                self._emit(partial(_graph_node, index, node, next(records) if node is None else None))
+        return self._replay_probes(device, *issued[0], nodes) if timed and issued else None
+
+    def _replay_probes(
+        self, device: Device, op: OpId, thread: ThreadId, nodes: Sequence[Work | None]
+    ) -> tuple[Probe, Probe] | None:
+        opens = partial(self._open_range, RangeName.SEGMENT, op)
+        try:
+            if sum(node is not None for node in nodes) == 1:
+                first = last = device.probe(opens, self._close_range)
+            else:
+                first, last = device.probe(opens), device.probe(None, self._close_range)
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            self._failed(error)
+            return None
+        self._await((op, thread, Pair(first, last), device))
+        return first, last
+
+    def end_replay(self, events: Sequence[EventState]) -> None:
+        """The replay call has returned or failed. Partner of ``begin_replay``."""
+        if not self.on:
+            return
+        with self._lock:
+            for event in events:
+                event.version += 1
 
     def wait_event(
         self, device: Device, stream: Stream, event: EventState, purpose: Purpose, *, timed: bool = True
@@ -291,7 +366,7 @@ class Recorder:
             return
         with self._lock:
             for item in reversed(self._pending):
-                if item[2] is probe:
+                if item[2] is probe or (isinstance(item[2], Pair) and item[2].first is probe):
                     self._pending.remove(item)
                     self._unresolved += 1
                     return
@@ -420,6 +495,16 @@ class Recorder:
             )
             self._emit(lambda op, thread, now: EventQuery(op, thread, now, self._marker(thread, stream), True))
 
+    def tensor_alloc(self, tensor: object, block: int, stream: Stream) -> None:
+        """A caching allocator hands out block ``block`` as ``tensor``, for use on ``stream``."""
+        self._emit(
+            lambda op, thread, now: TensorAlloc(op, thread, now, _storage_id(tensor), block, self._stream(stream))
+        )
+
+    def tensor_free(self, tensor: object) -> None:
+        """``tensor``'s block is given back. Partner of ``tensor_alloc``."""
+        self._emit(lambda op, thread, now: TensorFree(op, thread, now, _storage_id(tensor)))
+
     def record_stream(self, tensor: object, stream: Stream) -> None:
         """``stream`` uses ``tensor``'s memory."""
         self._emit(lambda op, thread, now: RecordStream(op, thread, now, _storage_id(tensor), self._stream(stream)))
@@ -522,6 +607,11 @@ class Recorder:
 
     def _probe(self, device: Device, op: OpId, thread: ThreadId, name: RangeName) -> Probe:
         probe = device.probe(partial(self._open_range, name, op), self._close_range)
+        self._await((op, thread, probe, device))
+        return probe
+
+    def _await(self, item: _Pending) -> None:
+        """Write the operation's device times once they are known; beyond the bound the oldest never get any."""
         if len(self._pending) >= self._max_pending:
             try:
                 self._pending.popleft()
@@ -529,8 +619,7 @@ class Recorder:
                 pass
             else:
                 self._give_up()
-        self._pending.append((op, thread, probe, device))
-        return probe
+        self._pending.append(item)
 
     def _give_up(self) -> None:
         with self._lock:
@@ -631,6 +720,15 @@ class Recorder:
     def _define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> bool:
         thread = ThreadId(max(0, self._lanes.lane.assigned))
         return self._sink.append(Define(NO_OP, thread, self._clock(), space, number, text, value))
+
+
+def _graph_node(
+    index: int, node: Work | None, event: EventState | None, op: OpId, thread: ThreadId, now: int
+) -> GraphNode:
+    if node is None:
+        assert event is not None
+        return GraphNode(op, thread, now, index, IN_ORDER, event.event_id, ALL_LAYERS, ())
+    return GraphNode(op, thread, now, index, IN_ORDER, None, node.layers, node.accesses)
 
 
 def _storage_id(tensor: Any) -> int:

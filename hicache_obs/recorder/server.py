@@ -233,18 +233,10 @@ class ServerRecorder(Recorder):
                 self._emit(lambda op, _, now: GraphNode(op, _, now, 1, IN_ORDER, None, ALL_LAYERS, accesses))
 
     def _await_times(self, issued: list[tuple[OpId, ThreadId]], measured: Measured | None) -> None:
-        """Write the operation's device times once they are known; beyond the bound the oldest never get any."""
         if measured is None or not issued:
             return
-        if len(self._pending) >= self._max_pending:
-            try:
-                self._pending.popleft()
-            except IndexError:  # the flusher was faster
-                pass
-            else:
-                self._give_up()
         op, thread = issued[0]
-        self._pending.append((op, thread, measured.probe, measured.device))
+        self._await((op, thread, measured.probe, measured.device))
 
     def status(self, name: str, value: int) -> None:
         """State a number about the recording itself; a later one of the same name replaces it."""

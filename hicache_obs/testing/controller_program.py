@@ -15,14 +15,16 @@ import numpy as np
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.storage_config import StorageConfig
+from hicache_obs.controller.watching import watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.findings import Hazard
 from hicache_obs.records import Mode, PageIds, device
 from hicache_obs.streams.virtual import VirtualDevice
 from hicache_obs.testing.memory_backend import MemoryBackend
-from hicache_obs.testing.protections import PROTECTIONS
+from hicache_obs.testing.protections import PROTECTIONS, Protection
 from hicache_obs.testing.world import World
 
+Workload = Sequence[tuple[str, int]]
 WORKLOAD: Final = (
     ("aabb", 1),
     ("aabbc", 1),
@@ -35,6 +37,17 @@ WORKLOAD: Final = (
 )
 """Prompts, one letter per token, and output lengths. A page holds two tokens: two requests barely fit the pool,
 prefixes come back after they were evicted, and host pages are used again."""
+GRAPH_WORKLOAD: Final = (
+    ("aabbc", 1),
+    ("ddeef", 1),
+    ("gghhi", 1),
+    ("aabbd", 2),
+    ("ddeeg", 2),
+    ("gghhj", 2),
+    ("aabbx", 2),
+    ("ddeez", 4),
+)
+"""Prompts that are restored but for their last token: rounds that consume a load-back and can be replayed."""
 PAGES: Final = 6
 EVICTIONS: Final = (("aabbccdd", 1), ("eeffgghhiijjkkll", 1), ("mmnnooppq", 1), ("aabbccddz", 2))
 """For 14 pages: the third prompt evicts the first, and the fourth restores it in the same step."""
@@ -42,7 +55,7 @@ EVICTIONS_PAGES: Final = 14
 STORED: Final = (("aabbc", 1), ("ddeef", 1), ("gghhi", 1), ("jjkkl", 1)) * 2
 """For 4 pages of host memory: the second time all prompts are in storage only."""
 STORED_HOST_PAGES: Final = 4
-_CONFIG: Final = EngineConfig(
+CONFIG: Final = EngineConfig(
     runner="pattern",
     fence="page",
     device_pages=PAGES,
@@ -55,18 +68,46 @@ _CONFIG: Final = EngineConfig(
     seed=0,
     scheduler=SchedulerOptions(max_running=3, early_backup=True, poll_acks=True),
 )
+"""The engine that runs them, under policy ``page``."""
 ABSENT: Final = {
     Hazard.STORAGE_PREFETCH: "there is no storage tier",
-    Hazard.RELOCATION: "pages are never moved",
-    Hazard.GRAPH: "rounds are launched, not replayed",
-    Hazard.LIFETIME: "the virtual device has no caching allocator",
+    Hazard.RELOCATION: "pages are moved with --off move-gate or move-wait only",
+    Hazard.GRAPH: "rounds are replayed with --off graph-load-wait or graph-input-wait only",
     Hazard.RDMA: "nobody else reads or writes the pools",
     Hazard.TP_DIVERGENCE: "there is one rank",
 }
 """Hazards this controller cannot have, and why; with a storage tier it can have the first."""
 
 
-def requests(workload: Sequence[tuple[str, int]] = WORKLOAD) -> list[Request]:
+def workload_for(needs: Sequence[Protection], *, storage: bool = False) -> Workload:
+    """A workload under which each of ``needs`` does something."""
+    if storage:
+        return STORED
+    if any(need.evictions for need in needs):
+        return EVICTIONS
+    return GRAPH_WORKLOAD if any(need.engine.get("graphs") for need in needs) else WORKLOAD
+
+
+def engine_for(needs: Sequence[Protection], fence: str, *, storage: bool = False) -> EngineConfig:
+    """An engine that has each of ``needs``, for ``workload_for`` them."""
+    limits: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    for need in needs:
+        limits |= need.options
+        fields |= need.engine
+    pages = EVICTIONS_PAGES if any(need.evictions for need in needs) else PAGES
+    return replace(
+        CONFIG,
+        fence=fence,
+        device_pages=pages,
+        host_pages=STORED_HOST_PAGES if storage else pages,
+        storage=StorageConfig("memory", prefetch="wait") if storage else None,
+        scheduler=replace(CONFIG.scheduler, **limits),
+        **fields,
+    )
+
+
+def requests(workload: Workload = WORKLOAD) -> list[Request]:
     """The workload as the scheduler takes it."""
     prompts = [np.array([ord(letter) - ord("a") for letter in prompt], np.int64) for prompt, _ in workload]
     return [
@@ -98,26 +139,17 @@ class ControllerProgram:
         fence: str = "page",
         off: Sequence[str] = (),
         *,
-        workload: Sequence[tuple[str, int]] | None = None,
+        workload: Workload | None = None,
         pages: int | None = None,
         storage: bool = False,
     ) -> None:
         needs = [PROTECTIONS[name] for name in off]
         storage = storage or any(need.storage for need in needs)
-        evictions = any(need.evictions for need in needs)
-        options: dict[str, Any] = {}
-        for need in needs:
-            options |= need.options
-        self.requests: Final = requests(workload or (STORED if storage else EVICTIONS if evictions else WORKLOAD))
-        pages = pages or (EVICTIONS_PAGES if evictions else PAGES)
-        self._config = replace(
-            _CONFIG,
-            fence=fence,
-            device_pages=pages,
-            host_pages=STORED_HOST_PAGES if storage else pages,
-            storage=StorageConfig("memory", prefetch="wait") if storage else None,
-            scheduler=replace(_CONFIG.scheduler, **options),
-        )
+        config = engine_for(needs, fence, storage=storage)
+        if pages is not None:
+            config = replace(config, device_pages=pages, host_pages=config.host_pages if storage else pages)
+        self._config = config
+        self.requests: Final = requests(workload or workload_for(needs, storage=storage))
         self.possible: Final = frozenset({Hazard.STORAGE_PREFETCH}) if storage else frozenset()
         self._off = tuple(off)
         self._expected = self._reference()
@@ -136,6 +168,7 @@ class ControllerProgram:
         def on_free(owner: int, pages: PageIds) -> None:
             recorder.page_free(owner, device(Mode.WRITE, pages))
 
+        watch_blocks(engine.controller.engine, recorder)
         engine.scheduler.on_alloc, engine.scheduler.on_free = on_alloc, on_free
         for name in self._off:
             PROTECTIONS[name].remove(engine)

@@ -184,3 +184,48 @@ def test_the_policies_are_those_of_the_controller() -> None:
     assert demo_policies.WRITE_POLICIES == WRITE_POLICIES
     assert (demo_policies.RETRACTIONS, demo_policies.BARRIERS) == (RETRACTIONS, BARRIERS)
     assert demo_policies.PREFETCHES == PREFETCH_POLICIES
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv", "fp8", "--host-layout", "page-first-direct", "--io", "direct"],
+        pytest.param(["--kv", "mla", "--host-layout", "page-first"], marks=pytest.mark.slow),
+        pytest.param(["--graphs"], marks=pytest.mark.slow),
+        ["--compact-every", "1"],
+    ],
+)
+def test_every_form_of_the_pools(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    """The missing fence is found, and both fences are clean, whatever pages hold and wherever they move."""
+    small = ["--requests", "40", "--device-pages", "16"]
+    modes = demo(capsys, "--device", "virtual", "--runner", "pattern", *small, *flags)
+    none, *fenced = modes
+    assert none["violations"] + none["latent"] > 0
+    assert none["unexplained_pages"] == 0
+    for mode in fenced:
+        assert (mode["findings"], mode["corrupted_pages"], mode["wrong_requests"]) == ([], 0, 0)
+        assert mode["pairs_checked"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--graphs"], "--graphs: --runner transformer cannot be captured; expected --runner pattern"),
+        (["--kv", "fp8"], "--kv fp8: --runner transformer needs mha or mla; expected --runner pattern"),
+        (["--host-layout", "token-first"], "'token-first' is not one of 'layer-first', 'page-first'"),
+        (["--io", "dma"], "'dma' is not one of 'kernel', 'direct'"),
+        (["--compact-every", "-1"], "--compact-every"),
+    ],
+)
+def test_pools_that_do_not_exist(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert main(["demo", "--device", "virtual", "--requests", "1", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_choices_are_those_of_the_controller() -> None:
+    """The command may not import torch to list them."""
+    from hicache_obs.cli import demo as command
+    from hicache_obs.controller import page_copies, pools
+
+    assert (command.FORMS, command.HOST_LAYOUTS) == (pools.FORMS, pools.HOST_LAYOUTS)
+    assert command.IO_BACKENDS == page_copies.IO_BACKENDS

@@ -20,12 +20,14 @@ from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.fence_policy import InFlight, fence_policy
 from hicache_obs.controller.gate import WriterGate
 from hicache_obs.controller.host_threads import NoRecorder
+from hicache_obs.controller.index_blocks import IndexBlock
 from hicache_obs.controller.pools import DevicePool, HostPool, KVLayout
 from hicache_obs.controller.radix_cache import Node, RadixCache
 from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.storage_backend import StorageBackend
 from hicache_obs.controller.storage_config import StorageConfig
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
+from hicache_obs.controller.watching import watch_blocks
 from hicache_obs.controller.workloads import Request, generate
 from hicache_obs.findings import Finding, Hazard
 from hicache_obs.recorder.recorded import RecordedDevice, Recorder
@@ -106,6 +108,11 @@ class Observed:
     def records(self) -> list[AnyRecord]:
         """Everything so far, in issue order."""
         return self._trace.records
+
+    def watch(self, engine: Engine) -> None:
+        """Record what the device does not see."""
+        if self.recorder is not None:
+            watch_blocks(engine.controller.engine, self.recorder)
 
     def resolve(self) -> None:
         """Append the device times that are known by now: a recorder remembers only so many open probes."""
@@ -233,6 +240,11 @@ class Setup:
     gated: bool = False
     gate_timeout_s: float = 30.0
     record: bool = True
+    kv: str = "mha"
+    host_layout: str = "layer-first"
+    io: str | None = None
+    graphs: bool = False
+    compact_every: int = 0
 
 
 class Lab:
@@ -273,6 +285,11 @@ class Lab:
             head_dim=4,
             vocabulary=VOCABULARY,
             seed=0,
+            kv=setup.kv,
+            host_layout=setup.host_layout,
+            io=setup.io,
+            graphs=setup.graphs,
+            compact_every=setup.compact_every,
             scheduler=SchedulerOptions(
                 max_running=setup.max_running,
                 max_extend_tokens=setup.max_extend_tokens,
@@ -290,6 +307,7 @@ class Lab:
             self._stack.callback(threads.close)
         engine = build_engine(observed.device, config, requests, threads=threads, backend=setup.store)
         self._stack.callback(engine.close)
+        observed.watch(engine)
         if setup.gated:
             gate = WriterGate(engine.scheduler, timeout_s=setup.gate_timeout_s)
             engine.controller.on_transfer = gate.on_transfer
@@ -428,7 +446,8 @@ class Tiers:
         """A transfer's pages, its index tensors ready at once."""
         ids = page_ids(device_pages), page_ids(host_pages)
         index = torch.from_numpy(ids[0]).to(self.device.torch_device, copy=True)
-        return PageMove(next(self._moves), *ids, index, torch.from_numpy(ids[1]))
+        transfer = next(self._moves)
+        return PageMove(*ids, index, torch.from_numpy(ids[1]), transfer, IndexBlock(transfer, index))
 
     def contents(self, pages: PageIds | Sequence[int]) -> list[list[float]]:
         """Of device pages: per layer the one value each page holds, NaN if it is not one. Device idle."""
