@@ -118,6 +118,17 @@ def test_another_wait_whose_work_was_not_measured(passed: int, avoidable: int) -
     assert (the_fence(text, times).waited_ns, the_fence(text, times).avoidable_ns) == (1000, avoidable)
 
 
+@pytest.mark.parametrize(("marks", "avoidable"), [(4096, 500), (2, 2000)], ids=["known", "forgotten"])
+def test_a_record_that_was_forgotten(marks: int, avoidable: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work behind event e was over at 9,500. Who does not know that sees a wait that was passed at once."""
+    monkeypatch.setattr("hicache_obs.analyzer.fence_cost.MAX_MARKS", marks)
+    #        0   1   2   3   4   5    6    7   8
+    text = "F:w6 e=F a=X b=X c=X X:w1 L<<X L<e L:w5"
+    times = {0: (500, 9500), 5: (5000, 10_000), 6: (6000, 10_000), 7: (10_000, 10_000), 8: (10_000, 10_500)}
+
+    assert (the_fence(text, times).waited_ns, the_fence(text, times).avoidable_ns) == (2000, avoidable)
+
+
 def test_write_back_fences_are_measured_too() -> None:
     """Reading a page a round still writes is the conflict here."""
     cost = the_fence("F:w5 B<<F B:r5W1", {0: (500, 9000), 1: (1000, 9000), 2: (9000, 9500)})

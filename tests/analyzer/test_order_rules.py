@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from hicache_obs.analyzer import Analyzer
@@ -417,3 +419,39 @@ def test_transfers_one_after_the_other_share_a_clock() -> None:
 
     assert actors(2) == actors(1) + 1
     assert actors(4) == actors(1) + 3
+
+
+def test_pairs_of_an_operation_are_told_oldest_first() -> None:
+    """Whatever streams they are on: two, and more."""
+    assert analyse("F:w6 S:w5 F:w5 L:w5").pairs == [(1, 2), (1, 3), (2, 3)]
+    assert analyse("F:w6 S:w5 F:w5 X:w5 L:w5").pairs[-3:] == [(1, 4), (2, 4), (3, 4)]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize(
+    ("ids", "page", "shared"),
+    [
+        (np.arange(3000, 5048), 4000, True),
+        (np.arange(3000, 5048), 2999, False),
+        (np.arange(3000, 5048), 5048, False),
+        (np.arange(5047, 2999, -1), 4000, True),
+        (np.where(np.arange(2048) == 5, 4, np.arange(2048)), 4, True),
+        (np.where(np.arange(2048) == 5, 4, np.arange(2048)), 5, False),  # as long as if it were there
+        (np.where(np.arange(2048) == 5, 9000, np.arange(2048)), 9000, True),
+        (np.arange(0, 4096, 2), 4094, True),
+        (np.arange(0, 4096, 2), 2047, False),
+        (np.append(np.arange(2047), 9000), 9000, True),
+        (np.append(np.arange(2047), 9000), 2047, False),
+    ],
+)
+def test_long_accesses(ids: np.ndarray[Any, np.dtype[np.int64]], page: int, shared: bool, writes: bool) -> None:
+    """Consecutive ids, others, and those that look like it; the long access comes first, or second."""
+    long = device(Mode.WRITE if writes else Mode.READ, ids.astype(np.int64))
+    short = device(Mode.WRITE, np.array([page], np.int64))
+    for first, second in ((long, short), (short, long)):
+        sink = RecordingSink()
+        analyzer = Analyzer(sink)
+        work = ((1, first), (2, second))
+        analyzer.feed(Kernel(OpId(op), ThreadId(0), 0, StreamId(op), 0, op, 0, (0, 1), (what,)) for op, what in work)
+        analyzer.finish()
+        assert sink.pairs == [(1, 2)] * shared
