@@ -548,10 +548,25 @@ def test_owners_are_known_however_many_allocations_came(
     monkeypatch.setattr(taint, "MAX_RECENT", 8)
     analyzer = Analyzer(RecordingSink())
     analyzer.feed(History("F:w5 L:w5 F<L").records)
-    given = History(f"h+{page} " + "h+9 " * 200).records
+    given = History("h+9 " * 60 + f"h+{page} " + "h+9 " * 140).records
     analyzer.feed(given)
     round_ = History("F:w5 F:r5w6").records[-1]
     assert isinstance(round_, Kernel)
     fields = (0, round_.stream, 0, 1005, 0, ALL_LAYERS, round_.accesses)
     analyzer.feed([Kernel(OpId(1005), MAIN, *fields)])
     assert analyzer.blast_radius((OpId(0), OpId(1))).rounds == rounds
+
+
+@pytest.mark.parametrize(("layer", "rounds"), [(0, (8,)), (1, ())])
+def test_a_copy_of_other_shape_hands_on_layer_by_layer(layer: int, rounds: tuple[int, ...]) -> None:
+    """Which page went where is not known, but the layer is."""
+    text = "F:w5@0 L:w5@0 B<L B<F B:r5,6W1@0-1 L<B L:R1w7@0-1 F<L"
+    assert radius(text, then=f"F:r7w8@{layer}").rounds == rounds
+
+
+@pytest.mark.parametrize(("timed", "exact"), [((0, 1, 2), True), ((0, 1), False)])
+def test_one_operation_without_times_makes_all_radii_vague(timed: tuple[int, ...], exact: bool) -> None:
+    """Even that of a race whose order was kept."""
+    times = [Times(OpId(op), MAIN, 0, 100 * op, 100 * op + 50) for op in timed]
+    found = radius("F:w5 L:w5 S:w1", *times)
+    assert (found.complete, found.exact, found.device_pages) == (True, exact, ())
