@@ -16,6 +16,8 @@ from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
     Access,
+    Define,
+    DefineSpace,
     DropReason,
     GraphNode,
     GraphReplay,
@@ -287,6 +289,45 @@ def test_a_replay_that_was_cut_off_by_a_loss_still_precedes_the_next(graph: int,
     analyzer.finish()
 
     assert sink.pairs == pairs
+
+
+@pytest.mark.parametrize(("stream", "proofs"), [(1, []), (2, [Proof.UNKNOWN])])
+def test_a_stream_goes_on_behind_a_replay_that_was_cut_off(stream: int, proofs: list[Proof]) -> None:
+    """Behind the entries that were read; another stream does not."""
+    entry = GraphNode(OpId(1), ThreadId(0), 0, 0, IN_ORDER, None, (0, 1), (device(Mode.WRITE, page_ids([5])),))
+    lost = Lost(OpId(-1), ThreadId(0), 0, 1, DropReason.RING_FULL)
+    later = Kernel(OpId(2), ThreadId(0), 0, StreamId(stream), 0, 2, 0, (0, 1), (device(Mode.WRITE, page_ids([5])),))
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([_replay(0, 1, 1, nodes=2), entry, lost, later])
+    analyzer.finish()
+
+    assert [finding.proof for finding in sink.findings] == proofs
+
+
+def test_what_the_sink_is_told_of_records_and_checks() -> None:
+    """Each record and each page looked up once, in whatever parts the trace is fed."""
+    records = History("h+5 F:w5 L<F B:r5W1 L<B L:R1w5").records
+    index = (Access(Space.BUFFER, Mode.READ, page_ids([3])),)
+    records.append(Kernel(OpId(9), ThreadId(0), 0, StreamId(9), 0, 9, 0, (0, 1), index))
+    counts = []
+    for parts in (1, 3):
+        sink = RecordingSink()
+        analyzer = Analyzer(sink)
+        for part in range(parts):
+            analyzer.feed(records[part * len(records) // parts : (part + 1) * len(records) // parts])
+        counts.append((sink.records, dict(sink.checked)))
+    assert counts[0] == counts[1]
+    assert counts[0][0] == len(records)
+    assert counts[0][1][Hazard.METADATA_WAR] == 1
+    assert counts[0][1][Hazard.LIFETIME] == 3
+
+
+def test_the_engine_has_the_name_that_the_trace_states() -> None:
+    analyzer = Analyzer(RecordingSink())
+    assert analyzer.engine == ""
+    analyzer.feed([Define(OpId(-1), ThreadId(0), 0, DefineSpace.ENGINE, 0, "an engine 1.2")])
+    assert analyzer.engine == "an engine 1.2"
 
 
 def test_totals() -> None:

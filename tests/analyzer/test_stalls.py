@@ -511,3 +511,34 @@ def test_what_waits_for_itself_never_starts() -> None:
     start, end = planned._network.solve({first: [second], second: [first]})
 
     assert start[first] == start[second] == end[first] == end[second] == NEVER
+
+
+def test_a_search_stops_where_it_has_taken_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found by then is reported, with a note."""
+    needless = [step for name in "bcd" for step in (fence(name, "a"), kernel(name))]
+    steps = [kernel("a", 900), *needless]
+    assert [stall["at"] for stall in stalls(steps)] == ["s2", "s4", "s6"]
+
+    monkeypatch.setattr("hicache_obs.analyzer.stalls.MAX_PLANNED", len(steps))
+    report = find_stalls(trace_of(steps))
+    assert len(report.stalls) == 1
+    assert report.skipped
+
+
+def test_the_wait_moves_to_the_first_that_needs_it_and_for_the_last_it_needs() -> None:
+    """Two operations of another thread need two of a stream, one after the other."""
+    post, recv = {"op": "thread_post", "chan": "q"}, {"op": "thread_recv", "chan": "q", "thread": "t"}
+    steps = [
+        kernel("a", 300, writes=[5]),
+        kernel("a", 300, writes=[6]),
+        {"op": "host_sync", "scope": "stream", "stream": "a"},
+        post,
+        kernel("c", 5),
+        recv,
+        kernel("b", 5, thread="t", writes=[5]),
+        kernel("b", 5, thread="t", writes=[6]),
+    ]
+    (stall,) = stalls(steps)
+    assert stall["move_to"] == {"thread": "t", "on": "s2", "before": "s7"}
+    mixed = [*steps, kernel("d", 5, writes=[6])]  # its own thread needs it too
+    assert all(stall["move_to"] is None for stall in stalls(mixed))

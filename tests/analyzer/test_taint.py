@@ -570,3 +570,25 @@ def test_one_operation_without_times_makes_all_radii_vague(timed: tuple[int, ...
     times = [Times(OpId(op), MAIN, 0, 100 * op, 100 * op + 50) for op in timed]
     found = radius("F:w5 L:w5 S:w1", *times)
     assert (found.complete, found.exact, found.device_pages) == (True, exact, ())
+
+
+def test_a_race_that_nobody_knows_has_no_radius() -> None:
+    analyzer, _ = analysed("F:w5 L:w5")
+    for unknown in ((OpId(7), OpId(8)), "HC-00000000"):
+        found = analyzer.blast_radius(unknown)
+        assert (found.device_pages, found.rounds, found.complete) == ((), (), False)
+
+
+@pytest.mark.parametrize(("error_ns", "exact"), [(0, True), (49, True), (50, False)])
+def test_a_start_is_known_if_the_error_is_less_than_half_the_time(error_ns: int, exact: bool) -> None:
+    """Else its neighbours may have come first: the third operation ran for 100 ns."""
+    times = [Times(OpId(op), MAIN, 0, 1000 * op, 1000 * op + 100, error_ns if op == 2 else 0) for op in range(3)]
+    assert radius("F:w5 L:w5 S:w1", *times).exact == exact
+
+
+def test_more_races_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one's radius is not complete; those before it are."""
+    monkeypatch.setattr(taint, "MAX_RACES", 2)
+    analyzer, findings = analysed("F:w5 L:w5 S:w1 B:r1W1 X:w2 Y:w2")
+    found = [analyzer.blast_radius((finding.earlier.op, finding.later.op)) for finding in findings]
+    assert [radius.complete for radius in found] == [False, True, False]  # the first is no longer known by its pair
