@@ -592,3 +592,12 @@ def test_more_races_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     analyzer, findings = analysed("F:w5 L:w5 S:w1 B:r1W1 X:w2 Y:w2")
     found = [analyzer.blast_radius((finding.earlier.op, finding.later.op)) for finding in findings]
     assert [radius.complete for radius in found] == [False, True, False]  # the first is no longer known by its pair
+
+
+@pytest.mark.parametrize(
+    ("layers", "mask"),
+    [((0, 3), 0b111), ((2, 3), 0b100), ((3, 3), 0), ((-2, 2), 0b11), ((-5, -2), 0), ((4, 2), 0), ((0, 1 << 30), -1)],
+)
+def test_layers_as_bits(layers: tuple[int, int], mask: int) -> None:
+    """Beyond the last one that is told apart all count; below 0 there are none."""
+    assert spread.layer_mask(layers) == mask
