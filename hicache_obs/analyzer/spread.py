@@ -442,8 +442,8 @@ class Spread:
 
 
 def layer_mask(layers: tuple[int, int]) -> int:
-    """Bit set of a layer range."""
-    low, high = min(layers[0], MAX_LAYER), layers[1]
+    """Bit set of a layer range; what a damaged ring calls a layer below 0 is none."""
+    low, high = min(max(layers[0], 0), MAX_LAYER), max(*layers, 0)
     return ALL << low if high > MAX_LAYER else (1 << high) - (1 << low)
 
 

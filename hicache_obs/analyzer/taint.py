@@ -250,14 +250,12 @@ class Taint:
             self._forget_allocations()
             return
         spread = bool(self._races) or not self._past.empty
-        end, clean = self._cut_point() if spread else (max(1, len(self._steps) // 2), True)
+        end = self._cut_point() if spread else max(1, len(self._steps) // 2)
         old = self._steps[:end]
         races = [race for race in self._races if race.second.seq <= old[-1].seq]
         if races or not self._past.empty:
             self._past = self._play(self._past, old, races).fork(Owners(self._allocations), {})
             self._past.settle(old[-1].seq, {step.label.number for step in self._steps[end - 1 :]})
-            if not clean:
-                self._past.reached.vague |= self._past.sources()
         self._past_end = old[-1].seq
         del self._steps[:end]
         self._races = [race for race in self._races if race.second.seq > self._past_end]
@@ -271,8 +269,11 @@ class Taint:
             self._past.settle(self._allocations[-1][0] + 1)
         self._allocations.clear()
 
-    def _cut_point(self) -> tuple[int, bool]:
-        """How many of the oldest steps to forget; and whether all of them had run before the rest began."""
+    def _cut_point(self) -> int:
+        """How many of the oldest steps to forget: if it can be, all of them had run before the rest began.
+
+        Otherwise the order of two steps on either side counts only where they race, and ``_play`` sees to that.
+        """
         steps = self._steps
         starts = np.array([_started(operation)[0] for operation in steps])  # nothing starts before it is issued
         last = np.maximum.accumulate(starts)[:-1]
@@ -280,8 +281,8 @@ class Taint:
         good = np.flatnonzero(timed & (last < np.minimum.accumulate(starts[::-1])[::-1][1:])) + 1
         good = good[good <= (3 * len(steps)) // 4]
         if len(good) and good[-1] >= len(steps) // 4:
-            return int(good[-1]), True
-        return max(1, len(steps) // 2), False
+            return int(good[-1])
+        return max(1, len(steps) // 2)
 
 
 def timing_of(first: Operation, second: Operation) -> Timing:

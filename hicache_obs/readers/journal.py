@@ -373,6 +373,9 @@ def _records(batch: Any) -> list[AnyRecord]:
     return [record for record in records if record is not None]
 
 
+_LAYER_COLUMNS: Final = ("layer_begin", "layer_end")
+
+
 class _Column:
     """A column's values, and where it has any."""
 
@@ -394,7 +397,10 @@ class _Column:
             raise _Damaged(f"record {rows[~valid][0]} ({kind}): no {self._name}")
         if self._text is not None:
             return [self._text[row] for row in rows.tolist()]
-        values: list[Any] = self._values[rows].tolist()
+        found = self._values[rows]
+        if self._name in _LAYER_COLUMNS and found.min() < 0:
+            raise _Damaged(f"record {rows[found.argmin()]} ({kind}): {self._name} {found.min()}; must not be negative")
+        values: list[Any] = found.tolist()
         return (
             [value if is_there else None for value, is_there in zip(values, valid, strict=True)] if optional else values
         )

@@ -9,6 +9,7 @@ went wrong goes to a file beside it and never to the program.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib.abc
 import importlib.machinery
 import os
@@ -70,6 +71,7 @@ class _Session:
             self._fail("start", error)
             return
         atexit.register(self.stop)
+        os.register_at_fork(after_in_child=_exit_without_destructors)
         _exit_on(signal.SIGTERM)
 
     def stop(self) -> None:
@@ -97,6 +99,20 @@ def _config() -> Any:
         return _ExperimentalConfig(enable_cuda_sync_events=True, profile_all_threads=True)
     except TypeError:
         return _ExperimentalConfig(enable_cuda_sync_events=True)
+
+
+def _exit_without_destructors() -> None:
+    """Let this forked child end as those of ``multiprocessing`` do, once Python is through with its own exit.
+
+    Kineto's thread is not in the child, but the condition variable it waits on is, and its destructor waits for it: the
+    child would never end. What is registered last runs first, with the exit status as its argument.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)
+    except (OSError, AttributeError):
+        return  # another C library than glibc
+    atexit.register(libc.fflush, None)
 
 
 def _exit_on(number: signal.Signals) -> None:

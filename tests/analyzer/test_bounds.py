@@ -262,6 +262,37 @@ def test_a_forgotten_post_orders_nothing_for_sure(monkeypatch: pytest.MonkeyPatc
     assert _proofs([record for record in told(5, 64) if record.op != 500]) == [Proof.NONE]
 
 
+def test_a_channel_that_lost_a_post_is_doubtful_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its threads hand over later is not certain, but is not forgotten either; other channels are as before."""
+    monkeypatch.setattr(handover, "MAX_POSTS", 1)
+    two = [ThreadPost(OpId(op), MAIN, 0, channel) for op, channel in ((0, 1), (1, 2))]  # the first is forgotten
+    learn = [_write(2, A), EventRecord(OpId(3), MAIN, 0, EventId(1), A), EventSync(OpId(4), MAIN, 0, EventId(1))]
+
+    def told(posted: int, received: int, *before: AnyRecord) -> list[Proof]:
+        post, receive = ThreadPost(OpId(5), MAIN, 0, posted), ThreadRecv(OpId(6), HELPER, 0, received)
+        return _proofs([*before, *learn, post, receive, _write(7, B, HELPER)])
+
+    assert told(1, 1) == []
+    assert told(1, 1, *two) == [Proof.UNKNOWN]
+    assert told(3, 3, two[0], ThreadRecv(OpId(1), HELPER, 0, 1)) == []
+
+
+def test_forgetting_posts_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them go at once: so many may come before the next are forgotten."""
+    monkeypatch.setattr(handover, "MAX_POSTS", 16)
+    learn = [_write(0, A), EventRecord(OpId(1), MAIN, 0, EventId(1), A), EventSync(OpId(2), MAIN, 0, EventId(1))]
+
+    def posts(first: int, last: int) -> list[AnyRecord]:
+        return [ThreadPost(OpId(channel), MAIN, 0, channel) for channel in range(first, last)]
+
+    def told(later: int) -> list[Proof]:
+        end = [ThreadRecv(OpId(900), HELPER, 0, 200), _write(901, B, HELPER)]
+        return _proofs([*learn, *posts(100, 117), *posts(200, 201), *posts(300, 300 + later), *end])
+
+    assert told(7) == []
+    assert told(20) == [Proof.UNKNOWN]
+
+
 def test_forgotten_graphs_and_blocks_are_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays of a graph whose last replay is forgotten, and blocks whose marks are, may be in order or not."""
     monkeypatch.setattr(check, "MAX_GRAPHS", 8)

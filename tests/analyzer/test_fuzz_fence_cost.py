@@ -73,8 +73,9 @@ class Group:
 class Machine:
     """Issues random work, and says when it runs."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, depths: tuple[int, ...]) -> None:
         self.rng = rng
+        self.depths = depths
         self.records: list[Record] = []
         self.items: list[Timed] = []
         self.tail: dict[StreamId, Timed | None] = dict.fromkeys((FORWARD, LOAD, WRITE))
@@ -146,7 +147,7 @@ class Machine:
             self.wait(stream, on, rng.choice((fence, fence, Purpose.PLAIN)))
         device = Access(Space.DEVICE, Mode.WRITE if kind == "restore" else Mode.READ, pages)
         host = Access(Space.HOST, Mode.READ if kind == "restore" else Mode.WRITE, pages)
-        self.work(kind, stream, (device, host), LAYERS, number)
+        self.work(kind, stream, (device, host), rng.choice(self.depths), number)
 
 
 def _shared(first: Group, second: Group) -> list[tuple[Mode, Mode]]:
@@ -221,7 +222,7 @@ def test_agrees_with_the_definitions(part: int, declared: bool) -> None:
     """Every fence and every transfer, when it is known to be complete, and at the end of the trace."""
     in_flight = avoided = needed = 0
     for seed in range(part, 300, 3):
-        machine = Machine(random.Random(seed))
+        machine = Machine(random.Random(seed), (LAYERS,) if declared else (1, LAYERS))
         steps = machine.rng.randint(2, 12)
         for number in range(steps):
             machine.step(number)

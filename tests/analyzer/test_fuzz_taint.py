@@ -140,7 +140,7 @@ class _Writer:
             program.records.append(WaitStream(*head, StreamId(waiter), StreamId(on)))
             self.ends[waiter] = max(self.ends[waiter], self.ends[on])
         elif kind < 0.25:
-            number, requests = rng.randint(max(0, self.runs - 3), self.runs), rng.sample(range(4), 2)
+            number, requests = 100 + rng.randint(max(0, self.runs - 3), self.runs), rng.sample(range(4), 2)
             program.discarded[number].update(requests)
             program.records.append(RowsDiscarded(*head, number, np.array(requests, np.int64)))
         else:
@@ -164,7 +164,8 @@ class _Writer:
             spaces = {"restore": (Space.HOST, Space.DEVICE), "backup": (Space.DEVICE, Space.HOST)}
             accesses = _copied(rng, *spaces.get(what, rng.choice(((Space.DEVICE,) * 2, (Space.HOST,) * 2))))
         packed = None if rows is None else _packed(rows)
-        stream, number = rng.randrange(3), self.runs if what == "forward" else rng.randrange(6)
+        stream = rng.randrange(3)
+        number = rng.choice((0, *(100 + self.runs,) * 9)) if what == "forward" else 50 + rng.randrange(6)
         whole = rng.random() < 0.5 or what == "storage"
         for layers in [(0, LAYERS)] if whole else [(layer, layer + 1) for layer in range(LAYERS)]:
             op = OpId(len(self.program.records))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from hicache_obs.analyzer import Analyzer
@@ -14,6 +16,8 @@ from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
     Access,
+    Define,
+    DefineSpace,
     DropReason,
     GraphNode,
     GraphReplay,
@@ -287,6 +291,45 @@ def test_a_replay_that_was_cut_off_by_a_loss_still_precedes_the_next(graph: int,
     assert sink.pairs == pairs
 
 
+@pytest.mark.parametrize(("stream", "proofs"), [(1, []), (2, [Proof.UNKNOWN])])
+def test_a_stream_goes_on_behind_a_replay_that_was_cut_off(stream: int, proofs: list[Proof]) -> None:
+    """Behind the entries that were read; another stream does not."""
+    entry = GraphNode(OpId(1), ThreadId(0), 0, 0, IN_ORDER, None, (0, 1), (device(Mode.WRITE, page_ids([5])),))
+    lost = Lost(OpId(-1), ThreadId(0), 0, 1, DropReason.RING_FULL)
+    later = Kernel(OpId(2), ThreadId(0), 0, StreamId(stream), 0, 2, 0, (0, 1), (device(Mode.WRITE, page_ids([5])),))
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([_replay(0, 1, 1, nodes=2), entry, lost, later])
+    analyzer.finish()
+
+    assert [finding.proof for finding in sink.findings] == proofs
+
+
+def test_what_the_sink_is_told_of_records_and_checks() -> None:
+    """Each record and each page looked up once, in whatever parts the trace is fed."""
+    records = History("h+5 F:w5 L<F B:r5W1 L<B L:R1w5").records
+    index = (Access(Space.BUFFER, Mode.READ, page_ids([3])),)
+    records.append(Kernel(OpId(9), ThreadId(0), 0, StreamId(9), 0, 9, 0, (0, 1), index))
+    counts = []
+    for parts in (1, 3):
+        sink = RecordingSink()
+        analyzer = Analyzer(sink)
+        for part in range(parts):
+            analyzer.feed(records[part * len(records) // parts : (part + 1) * len(records) // parts])
+        counts.append((sink.records, dict(sink.checked)))
+    assert counts[0] == counts[1]
+    assert counts[0][0] == len(records)
+    assert counts[0][1][Hazard.METADATA_WAR] == 1
+    assert counts[0][1][Hazard.LIFETIME] == 3
+
+
+def test_the_engine_has_the_name_that_the_trace_states() -> None:
+    analyzer = Analyzer(RecordingSink())
+    assert analyzer.engine == ""
+    analyzer.feed([Define(OpId(-1), ThreadId(0), 0, DefineSpace.ENGINE, 0, "an engine 1.2")])
+    assert analyzer.engine == "an engine 1.2"
+
+
 def test_totals() -> None:
     """Pages of a restore count once, those that were touched before also as pairs; losses add up."""
     analyzer = Analyzer(RecordingSink())
@@ -417,3 +460,39 @@ def test_transfers_one_after_the_other_share_a_clock() -> None:
 
     assert actors(2) == actors(1) + 1
     assert actors(4) == actors(1) + 3
+
+
+def test_pairs_of_an_operation_are_told_oldest_first() -> None:
+    """Whatever streams they are on: two, and more."""
+    assert analyse("F:w6 S:w5 F:w5 L:w5").pairs == [(1, 2), (1, 3), (2, 3)]
+    assert analyse("F:w6 S:w5 F:w5 X:w5 L:w5").pairs[-3:] == [(1, 4), (2, 4), (3, 4)]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize(
+    ("ids", "page", "shared"),
+    [
+        (np.arange(3000, 5048), 4000, True),
+        (np.arange(3000, 5048), 2999, False),
+        (np.arange(3000, 5048), 5048, False),
+        (np.arange(5047, 2999, -1), 4000, True),
+        (np.where(np.arange(2048) == 5, 4, np.arange(2048)), 4, True),
+        (np.where(np.arange(2048) == 5, 4, np.arange(2048)), 5, False),  # as long as if it were there
+        (np.where(np.arange(2048) == 5, 9000, np.arange(2048)), 9000, True),
+        (np.arange(0, 4096, 2), 4094, True),
+        (np.arange(0, 4096, 2), 2047, False),
+        (np.append(np.arange(2047), 9000), 9000, True),
+        (np.append(np.arange(2047), 9000), 2047, False),
+    ],
+)
+def test_long_accesses(ids: np.ndarray[Any, np.dtype[np.int64]], page: int, shared: bool, writes: bool) -> None:
+    """Consecutive ids, others, and those that look like it; the long access comes first, or second."""
+    long = device(Mode.WRITE if writes else Mode.READ, ids.astype(np.int64))
+    short = device(Mode.WRITE, np.array([page], np.int64))
+    for first, second in ((long, short), (short, long)):
+        sink = RecordingSink()
+        analyzer = Analyzer(sink)
+        work = ((1, first), (2, second))
+        analyzer.feed(Kernel(OpId(op), ThreadId(0), 0, StreamId(op), 0, op, 0, (0, 1), (what,)) for op, what in work)
+        analyzer.finish()
+        assert sink.pairs == [(1, 2)] * shared

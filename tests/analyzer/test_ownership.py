@@ -10,7 +10,7 @@ import pytest
 
 from hicache_obs.analyzer import Analyzer, explain, ownership
 from hicache_obs.cli import main
-from hicache_obs.findings import Cause, Hazard, Verdict, fingerprint
+from hicache_obs.findings import Cause, Hazard, Proof, Verdict, fingerprint
 from hicache_obs.readers.scenario import parse_scenario
 from hicache_obs.testing import History, RecordingSink, misuses
 from hicache_obs.trace import Trace
@@ -211,6 +211,7 @@ def test_reading_what_nothing_wrote_has_words_of_its_own() -> None:
     (finding,) = analyse(History("h+5 F:r5").records).findings
     text = explain(finding)
 
+    assert (finding.proof, finding.verdict) == (Proof.ORDERED, Verdict.VIOLATION)  # of host calls, in every execution
     assert "Nothing has written these pages since they were given out" in text
     assert "  given out  by host thread 0, op 0" in text
     assert "fill the pages before op 1" in text

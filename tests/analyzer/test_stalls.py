@@ -482,3 +482,63 @@ def test_a_rank_that_enters_more_often_waits_for_nobody() -> None:
 
 def test_a_call_is_over_long_before_what_it_issued() -> None:
     assert calls_us([kernel("a", 100), fence("b", "a"), kernel("b", 5)]) == {"s1": (0, 2), "s2": (2, 4), "s3": (4, 6)}
+
+
+@pytest.mark.parametrize(("dur_us", "count"), [(104, 1), (103.9, 0)])
+def test_a_stall_is_worth_a_line_from_100_us(dur_us: float, count: int) -> None:
+    """The fence is issued at 4 us, the kernel behind it at 6."""
+    assert len(stalls([kernel("a", dur_us), fence("b", "a"), kernel("b")])) == count
+
+
+def test_a_race_elsewhere_hides_no_stall() -> None:
+    race = [kernel("x", writes=[1]), kernel("y", writes=[1])]
+    needless = [kernel("a", 500), fence("b", "a"), kernel("b")]
+
+    assert [stall["at"] for stall in stalls([*race, *needless])] == ["s4"]
+
+
+def test_a_stream_that_runs_nothing_more_is_not_blocked() -> None:
+    """A host thread is, whatever comes after."""
+    sync = {"op": "host_sync", "scope": "stream", "stream": "a"}
+    assert [wait.blocked_ns for wait in plan(trace_of([kernel("a", 500), fence("b", "a")])).waits] == [0]
+    assert [wait.blocked_ns for wait in plan(trace_of([kernel("a", 500), sync])).waits] == [500_000]
+
+
+def test_what_waits_for_itself_never_starts() -> None:
+    """A change that would make a cycle gains nothing."""
+    planned = plan(trace_of([kernel("a", 10), kernel("b", 10)]))
+    (first, _), (second, _) = planned._run_items.values()
+    start, end = planned._network.solve({first: [second], second: [first]})
+
+    assert start[first] == start[second] == end[first] == end[second] == NEVER
+
+
+def test_a_search_stops_where_it_has_taken_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found by then is reported, with a note."""
+    needless = [step for name in "bcd" for step in (fence(name, "a"), kernel(name))]
+    steps = [kernel("a", 900), *needless]
+    assert [stall["at"] for stall in stalls(steps)] == ["s2", "s4", "s6"]
+
+    monkeypatch.setattr("hicache_obs.analyzer.stalls.MAX_PLANNED", len(steps))
+    report = find_stalls(trace_of(steps))
+    assert len(report.stalls) == 1
+    assert report.skipped
+
+
+def test_the_wait_moves_to_the_first_that_needs_it_and_for_the_last_it_needs() -> None:
+    """Two operations of another thread need two of a stream, one after the other."""
+    post, recv = {"op": "thread_post", "chan": "q"}, {"op": "thread_recv", "chan": "q", "thread": "t"}
+    steps = [
+        kernel("a", 300, writes=[5]),
+        kernel("a", 300, writes=[6]),
+        {"op": "host_sync", "scope": "stream", "stream": "a"},
+        post,
+        kernel("c", 5),
+        recv,
+        kernel("b", 5, thread="t", writes=[5]),
+        kernel("b", 5, thread="t", writes=[6]),
+    ]
+    (stall,) = stalls(steps)
+    assert stall["move_to"] == {"thread": "t", "on": "s2", "before": "s7"}
+    mixed = [*steps, kernel("d", 5, writes=[6])]  # its own thread needs it too
+    assert all(stall["move_to"] is None for stall in stalls(mixed))

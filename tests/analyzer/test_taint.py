@@ -548,10 +548,56 @@ def test_owners_are_known_however_many_allocations_came(
     monkeypatch.setattr(taint, "MAX_RECENT", 8)
     analyzer = Analyzer(RecordingSink())
     analyzer.feed(History("F:w5 L:w5 F<L").records)
-    given = History(f"h+{page} " + "h+9 " * 200).records
+    given = History("h+9 " * 60 + f"h+{page} " + "h+9 " * 140).records
     analyzer.feed(given)
     round_ = History("F:w5 F:r5w6").records[-1]
     assert isinstance(round_, Kernel)
     fields = (0, round_.stream, 0, 1005, 0, ALL_LAYERS, round_.accesses)
     analyzer.feed([Kernel(OpId(1005), MAIN, *fields)])
     assert analyzer.blast_radius((OpId(0), OpId(1))).rounds == rounds
+
+
+@pytest.mark.parametrize(("layer", "rounds"), [(0, (8,)), (1, ())])
+def test_a_copy_of_other_shape_hands_on_layer_by_layer(layer: int, rounds: tuple[int, ...]) -> None:
+    """Which page went where is not known, but the layer is."""
+    text = "F:w5@0 L:w5@0 B<L B<F B:r5,6W1@0-1 L<B L:R1w7@0-1 F<L"
+    assert radius(text, then=f"F:r7w8@{layer}").rounds == rounds
+
+
+@pytest.mark.parametrize(("timed", "exact"), [((0, 1, 2), True), ((0, 1), False)])
+def test_one_operation_without_times_makes_all_radii_vague(timed: tuple[int, ...], exact: bool) -> None:
+    """Even that of a race whose order was kept."""
+    times = [Times(OpId(op), MAIN, 0, 100 * op, 100 * op + 50) for op in timed]
+    found = radius("F:w5 L:w5 S:w1", *times)
+    assert (found.complete, found.exact, found.device_pages) == (True, exact, ())
+
+
+def test_a_race_that_nobody_knows_has_no_radius() -> None:
+    analyzer, _ = analysed("F:w5 L:w5")
+    for unknown in ((OpId(7), OpId(8)), "HC-00000000"):
+        found = analyzer.blast_radius(unknown)
+        assert (found.device_pages, found.rounds, found.complete) == ((), (), False)
+
+
+@pytest.mark.parametrize(("error_ns", "exact"), [(0, True), (49, True), (50, False)])
+def test_a_start_is_known_if_the_error_is_less_than_half_the_time(error_ns: int, exact: bool) -> None:
+    """Else its neighbours may have come first: the third operation ran for 100 ns."""
+    times = [Times(OpId(op), MAIN, 0, 1000 * op, 1000 * op + 100, error_ns if op == 2 else 0) for op in range(3)]
+    assert radius("F:w5 L:w5 S:w1", *times).exact == exact
+
+
+def test_more_races_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one's radius is not complete; those before it are."""
+    monkeypatch.setattr(taint, "MAX_RACES", 2)
+    analyzer, findings = analysed("F:w5 L:w5 S:w1 B:r1W1 X:w2 Y:w2")
+    found = [analyzer.blast_radius((finding.earlier.op, finding.later.op)) for finding in findings]
+    assert [radius.complete for radius in found] == [False, True, False]  # the first is no longer known by its pair
+
+
+@pytest.mark.parametrize(
+    ("layers", "mask"),
+    [((0, 3), 0b111), ((2, 3), 0b100), ((3, 3), 0), ((-2, 2), 0b11), ((-5, -2), 0), ((4, 2), 0), ((0, 1 << 30), -1)],
+)
+def test_layers_as_bits(layers: tuple[int, int], mask: int) -> None:
+    """Beyond the last one that is told apart all count; below 0 there are none."""
+    assert spread.layer_mask(layers) == mask

@@ -14,6 +14,8 @@ from hicache_obs.errors import InputError, StreamError
 from hicache_obs.readers.scenario import read_scenario
 from hicache_obs.records import (
     ALL_LAYERS,
+    Define,
+    DefineSpace,
     EventId,
     EventRecord,
     EventSync,
@@ -24,6 +26,7 @@ from hicache_obs.records import (
     Record,
     Relocate,
     StreamId,
+    StreamKind,
     ThreadId,
     device,
     page_ids,
@@ -413,3 +416,20 @@ def test_a_huge_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(InputError, match="must be 5 records at most"):
         witness(FENCED, OpId(5), OpId(6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ordered"), [(StreamKind.BLOCKING, True), (StreamKind.NONBLOCKING, False), (None, False)]
+)
+def test_streams_that_nobody_declared_do_not_block(kind: StreamKind | None, ordered: bool) -> None:
+    """Beside the legacy stream only blocking ones are in order."""
+    kinds = {1: StreamKind.LEGACY, **({} if kind is None else {2: kind})}
+    defined = [
+        Define(OpId(-1), ThreadId(0), 0, DefineSpace.STREAM, stream, "s", value) for stream, value in kinds.items()
+    ]
+    records = [*defined, kernel(0, 1, WRITE, 5), kernel(1, 2, WRITE, 5)]
+    if ordered:
+        with pytest.raises(InputError, match="are ordered"):
+            witness(records, OpId(0), OpId(1))
+    else:
+        assert prove(records) == 1

@@ -199,16 +199,21 @@ def test_a_torch_program_is_profiled_without_its_help(tmp_path: Path, capfd: pyt
 def test_every_process_has_a_trace_and_its_own_sitecustomize_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command has one already, starts a process of its own, and forks one that must write nothing."""
+    """The command has one already, starts a process of its own, and forks one that must write nothing.
+
+    The forked one ends, with its own exit status, although the thread that its profiler had is not in it.
+    """
     out, site = tmp_path / "out", tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(f"open({str(tmp_path / 'customized')!r}, 'a').write('x')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
     child = f"subprocess.run([sys.executable, '-c', {TORCH!r}], check=True)"
-    fork = "os.fork() or sys.exit()"
-    program = f"import os, subprocess, sys; {TORCH}; {child}; {fork}; os.wait()"
+    fork = "time.sleep(0.5); os.fork() or sys.exit(5); status = os.waitstatus_to_exitcode(os.wait()[1])"
+    told = f"open({str(tmp_path / 'status')!r}, 'w').write(str(status))"
+    program = f"import os, subprocess, sys, time; {TORCH}; {child}; {fork}; {told}"
 
     main(["record", "--with", "torch", "-o", str(out), *python(program)])
+    assert (tmp_path / "status").read_text() == "5"
     assert len(list((out / "torch").glob("*.json.gz"))) == 2
     assert list((out / "torch").glob("*.error")) == []
     assert (tmp_path / "customized").read_text() == "xx"

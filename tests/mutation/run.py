@@ -110,7 +110,7 @@ def main() -> int:
     options = parse()
     os.chdir(ROOT)
     os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONPATH=str(ROOT))
-    os.environ.update(HICACHE_OBS_FUZZ="400", HICACHE_OBS_BLAST="2")
+    os.environ.update(HICACHE_OBS_FUZZ="1600", HICACHE_OBS_BLAST="4")
     torch.set_num_threads(1)  # a child of a process with more threads would wait for them
     equivalent = {key: entry["reason"] for key, entry in tomllib.loads(EQUIVALENT.read_text()).items()}
     every = load(options.modules)

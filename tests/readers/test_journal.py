@@ -25,9 +25,13 @@ from hicache_obs.records import (
     Direction,
     DropReason,
     EventRecord,
+    Kernel,
     Lost,
     Memcpy,
     Mode,
+    OpId,
+    StreamId,
+    ThreadId,
     device,
     host,
 )
@@ -374,6 +378,20 @@ def test_values_that_are_impossible(tmp_path, column, value, text):
     with pytest.raises(TraceError) as raised:
         read_journal(path)
     assert str(raised.value).startswith(f"{path}: batch 1 is damaged: {text}")
+
+
+@pytest.mark.parametrize("column", ["layer_begin", "layer_end"])
+def test_layers_below_zero(tmp_path, column):
+    """Refused, not shifted by."""
+    path = tmp_path / "x.arrows"
+    work = Kernel(OpId(7), ThreadId(0), 0, StreamId(1), 0, 0, 0, (1, 2), ())
+    write(tmp_path, [work, work])
+    with pa.OSFile(str(tmp_path / "rank0-000001.arrows")) as file:
+        stream = ipc.open_stream(file)
+        schema, batch = stream.schema, stream.read_next_batch()
+    arrow_stream(path, schema, replaced(batch, column, [1, -3]))
+    with pytest.raises(TraceError, match=rf"record 1 \(kernel\): {column} -3; must not be negative"):
+        read_journal(path)
 
 
 def test_damage_in_the_middle_is_not_taken_for_the_end(tmp_path):
