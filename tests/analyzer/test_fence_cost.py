@@ -118,6 +118,16 @@ def test_another_wait_whose_work_was_not_measured(passed: int, avoidable: int) -
     assert (the_fence(text, times).waited_ns, the_fence(text, times).avoidable_ns) == (1000, avoidable)
 
 
+@pytest.mark.parametrize(("waits", "fences"), [(4, 1), (1, 0)], ids=["kept", "given up"])
+def test_times_that_come_after_a_pruning(waits: int, fences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fence is measured if no more waits than are kept came behind it."""
+    monkeypatch.setattr("hicache_obs.analyzer.fence_cost.MAX_WAITS", waits)
+    monkeypatch.setattr("hicache_obs.analyzer.check.PRUNE_EVERY", 4)
+    text = "F:w5 L<<F L:w5 S<F S<L S<F S:w1"
+
+    assert len(measure(text, {0: (500, 9000), 1: (1000, 9000), 2: (9000, 9500)}).fences) == fences
+
+
 def test_write_back_fences_are_measured_too() -> None:
     """Reading a page a round still writes is the conflict here."""
     cost = the_fence("F:w5 B<<F B:r5W1", {0: (500, 9000), 1: (1000, 9000), 2: (9000, 9500)})

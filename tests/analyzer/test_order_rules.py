@@ -19,6 +19,8 @@ from hicache_obs.records import (
     Define,
     DefineSpace,
     DropReason,
+    EventId,
+    EventWait,
     GraphNode,
     GraphReplay,
     IoBegin,
@@ -303,6 +305,24 @@ def test_a_stream_goes_on_behind_a_replay_that_was_cut_off(stream: int, proofs: 
     analyzer.finish()
 
     assert [finding.proof for finding in sink.findings] == proofs
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_an_event_in_a_graph_covers_the_entries_before_it(after: int) -> None:
+    """Those that it names, and no other: two entries write pages 5 and 6, the third records the event."""
+    head = ThreadId(0), 0
+    writes = [(device(Mode.WRITE, page_ids([page])),) for page in (5, 6)]
+    entries = [GraphNode(OpId(1 + n), *head, n, 0, None, (0, 1), access) for n, access in enumerate(writes)]
+    entries.append(GraphNode(OpId(3), *head, 2, after, EventId(9), (0, 1), ()))
+    wait = EventWait(OpId(4), *head, EventId(9), StreamId(2))
+    later = Kernel(OpId(5), *head, StreamId(2), 0, 5, 0, (0, 1), (device(Mode.WRITE, page_ids([5, 6])),))
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([_replay(0, 1, 1, nodes=3), *entries, wait, later])
+    analyzer.finish()
+
+    racing = {page for finding in sink.findings for page in finding.pages}
+    assert racing == {page for bit, page in enumerate((5, 6)) if not after >> bit & 1}
 
 
 def test_what_the_sink_is_told_of_records_and_checks() -> None:
