@@ -15,7 +15,7 @@ RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
 SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requirements*.txt pyproject.toml | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-engine fuzz-inputs mutants blast crash gpu-check nsys-env perfetto-env render-env pictures docs clean
+.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-engine fuzz-inputs long-report mutants blast crash gpu-check nsys-env perfetto-env render-env pictures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,10 @@ bench: venv  ## run the benchmarks side by side with their peers (ARGS: pytest o
 
 long-trace: venv  ## analyse a trace of N=10000000 records; fails if memory grows (ARGS: options)
 	$(BIN)/python benchmarks/long_trace.py $(or $(N),10000000) $(ARGS)
+
+long-report: venv render-env  ## the HTML report of N=1000000 operations in a browser; prints time, memory and size
+	HICACHE_OBS_REPORT_OPERATIONS=$(or $(N),1000000) $(BIN)/python -m pytest -q -s \
+	  tests/report/test_browser.py::test_many_operations
 
 fuzz: venv  ## random traces of every record kind against brute force and second implementations (N=20000 programs)
 	HICACHE_OBS_FUZZ=$(or $(N),20000) $(BIN)/python -m pytest -q tests/analyzer/test_fuzz*.py $(ARGS)

@@ -85,10 +85,10 @@ def scrapes() -> list[dict[Series, float]]:
     def scrape() -> None:
         taken.append(series(get(servers[0].url)))
 
-    def build_engine(*arguments: Any) -> Engine:
+    def build_engine(*arguments: Any, **options: Any) -> Engine:
         if not taken:
             scrape()
-        return engine.build_engine(*arguments)
+        return engine.build_engine(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "_server", make_and_keep_server)

@@ -222,9 +222,10 @@ def test_the_demo_without_fences(browse: Browse, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_million_operations(browse: Browse, engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_operations(browse: Browse, engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The page stays quick: it draws some thousand bars, whatever is in view."""
-    recorded, path = engine(125_000, races=1000)
+    operations = int(os.environ.get("HICACHE_OBS_REPORT_OPERATIONS", "200000"))
+    recorded, path = engine(operations // 8, races=1000)
     began = time.process_time()
     html = made(path)
     took_s = time.process_time() - began
@@ -233,8 +234,8 @@ def test_a_million_operations(browse: Browse, engine: Any, capsys: pytest.Captur
     states = found["states"]
 
     quiet(found, html)
-    assert recorded.operations == 1_000_000
-    assert states[0]["inView"] == "1000000"
+    assert recorded.operations == operations
+    assert states[0]["inView"] == str(operations)
     assert all(int(state["drawn"]) <= 4000 for state in states)
     assert states[12]["mode"] == "exact"
     assert int(states[13]["marks"]) >= 2
@@ -243,5 +244,7 @@ def test_a_million_operations(browse: Browse, engine: Any, capsys: pytest.Captur
     with capsys.disabled():
         slowest = max(state["took_ms"] for state in states)
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-        print(f"\n1,000,000 operations: report made in {took_s:.0f} s and {peak_mb:,.0f} MB, {size / 1e6:.1f} MB long;")
+        print(
+            f"\n{operations:,} operations: report made in {took_s:.0f} s and {peak_mb:,.0f} MB, {size / 1e6:.1f} MB long;"
+        )
         print(f"ready in {found['ready_ms'] / 1e3:.1f} s, slowest step {slowest} ms, heap {found['heap'] / 1e6:.0f} MB")
