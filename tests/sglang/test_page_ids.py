@@ -21,6 +21,7 @@ class CudaLike:
     """A tensor that says it is on a GPU. Whatever would read it on the host is counted."""
 
     device = SimpleNamespace(type="cuda")
+    is_cpu = False
 
     def __init__(self, values, reads):
         self.values = torch.tensor(values, dtype=torch.int64)
