@@ -279,6 +279,26 @@ def test_what_comes_between_the_layers_keeps_its_place(server):
     ]  # fmt: skip
 
 
+def test_layers_of_other_pages_or_of_another_transfer_are_told_apart(server):
+    it = server()
+    restore = Restore(it)
+    restore.layer(0)
+    restore.here = torch.arange(16, 24)
+    restore.layer(1)
+    restore.there = torch.arange(12, 20)
+    restore.layer(1)
+    it.session.local.transfer = 17
+    restore.layer(1)
+    assert [
+        (one.layers[0], one.group, *(access.ids.tolist() for access in one.accesses)) for one in it.records(Memcpy)
+    ] == [
+        (0, 15, [1, 2], [2, 3]),
+        (1, 15, [1, 2], [4, 5]),
+        (1, 15, [3, 4], [4, 5]),
+        (1, 17, [3, 4], [4, 5]),
+    ]
+
+
 def test_a_restore_that_dies_is_in_the_ring_with_the_next_record(server):
     it = server()
     restore = Restore(it)
