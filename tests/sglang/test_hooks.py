@@ -299,6 +299,23 @@ def test_layers_of_other_pages_or_of_another_transfer_are_told_apart(server):
     ]
 
 
+def test_pools_that_take_turns_keep_their_own_pages(server):
+    it = server()
+    one, other = Restore(it), Restore(it)
+    other.here = torch.arange(16, 24)
+    for layer in range(3):
+        one.layer(layer)
+        other.layer(layer)
+        one.events[layer].record()
+    records = it.records(Memcpy, EventRecord)
+    assert [type(record) for record in records] == [Memcpy, Memcpy, EventRecord] * 3
+    copies = [record for record in records if isinstance(record, Memcpy)]
+    assert [(copy.layers[0], *(access.pool for access in copy.accesses)) for copy in copies] == [
+        (layer, pool, 0) for layer in range(3) for pool in range(2)
+    ]
+    assert [copy.accesses[1].ids.tolist() for copy in copies] == [[2, 3], [4, 5]] * 3
+
+
 def test_a_restore_that_dies_is_in_the_ring_with_the_next_record(server):
     it = server()
     restore = Restore(it)
