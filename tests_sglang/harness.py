@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 
 from hicache_obs.recorder.server import ServerRecorder  # noqa: E402
 from hicache_obs.records import StreamKind, Work  # noqa: E402
-from hicache_obs.sglang import install, transfers  # noqa: E402
+from hicache_obs.sglang import forwards, install, transfers  # noqa: E402
 from hicache_obs.sglang.session import Session  # noqa: E402
 from hicache_obs.sglang.streams import stream_adapters  # noqa: E402
 from hicache_obs.streams.virtual import VirtualDevice  # noqa: E402
@@ -87,7 +87,7 @@ def break_every_hook() -> None:
         broken = (row if row.direct else replace(row, before=fail, after=fail, failed=fail) for row in rows)
         setattr(install, name, type(rows)(broken))
     # Whole hooks keep the promises themselves: it is what they call that fails.
-    ServerRecorder.put = Session.event = transfers._first_of_layers = fail
+    ServerRecorder.put = Session.event = transfers._first_of_layers = forwards._before_forward = fail
 
 
 def load() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -38,8 +39,27 @@ _pack: Final = struct.Struct("<BBHIqqqqqqii").pack_into
 LAYER_BITS: Final = 31
 """A step is a part and a range of layers: ``part << 2 * LAYER_BITS | begin << LAYER_BITS | end``."""
 _LAYER_MASK: Final = (1 << LAYER_BITS) - 1
+MAX_SINGLE_LAYERS: Final = 512
+"""Layers beyond are noted one by one."""
 MAX_SHAPES: Final = 64
 """Fixed parts that are kept: a server has a few, for its layer events are used in turn."""
+
+
+@lru_cache(maxsize=16)
+def single_layers(part: int) -> tuple[int, ...]:
+    """The steps ``part`` of layer n alone, by n; the same objects each time, as ``EventState.step``."""
+    base = part << 2 * LAYER_BITS
+    return tuple([base | layer << LAYER_BITS | layer + 1 for layer in range(MAX_SINGLE_LAYERS)])
+
+
+def segment_step(begin: int, end: int) -> int:
+    """The step of layers ``[begin, end)`` of the first part."""
+    if end == begin + 1 and end <= MAX_SINGLE_LAYERS:
+        return _FIRST_PART[begin]
+    return begin << LAYER_BITS | end
+
+
+_FIRST_PART: Final = single_layers(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +128,12 @@ class Batch:
         "direction",
         "group",
         "here",
+        "layers",
         "parts",
         "pool",
         "site",
         "states",
+        "step",
         "steps",
         "stream",
         "there",
@@ -131,11 +153,15 @@ class Batch:
         """Accesses and sizes in bytes; kernels and copies have one of them each."""
         self.steps: list[int] = []
         """A kernel or copy as part and layer range, an event as its negative id."""
+        self.step: Final = self.steps.append
+        """One attribute less where it counts."""
         self.states: list[EventState] = []
         """Of events whose record is not in the ring yet: their versions stay odd until it is."""
         self.began_ns: Final = began_ns
         self.work_base = 0
         """Bits of the part in use, for a step."""
+        self.layers = single_layers(0)
+        """Steps of one layer each, of the part in use."""
 
     def use(self, accesses: tuple[Access, ...], size_bytes: int) -> None:
         """The kernels or copies from here on have these accesses, an object that stays the same, and this size."""
@@ -144,6 +170,7 @@ class Batch:
             numbers.append(len(self.parts))
             self.parts.append((accesses, size_bytes))
         self.work_base = numbers[0] << (2 * LAYER_BITS)
+        self.layers = single_layers(numbers[0])
 
     def work(self, begin: int, end: int) -> None:
         """A kernel or copy of layers ``[begin, end)`` is launched, with the accesses of the last ``use``."""
@@ -155,29 +182,32 @@ class Batch:
         if event.known_to:
             event.known_to.clear()
         self.states.append(event)
-        self.steps.append(-event.event_id)
+        self.steps.append(event.step)
 
     def wait(self, event: EventState) -> None:
         """The stream waits for ``event``, the end of one layer of a transfer, in a batch of kernels."""
-        self.steps.append(-event.event_id)
+        self.steps.append(event.step)
 
 
 class Shapes:
     """The fixed parts of blocks, by what they are made of. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[Words, list[Rows]]] = {}
+        self._known: dict[tuple[object, ...], tuple[list[int], Words, list[Rows]]] = {}
 
     def block(self, batch: Batch, op: int, thread: ThreadId, site: int, now_ns: int) -> Block:
         """``batch``, which ends now, as a block whose first record is operation ``op``."""
         counts = tuple([len(accesses) for accesses, _ in batch.parts])
-        key = (thread, batch.stream.stream_id, site, batch.direction, counts, tuple(batch.steps))
+        steps = batch.steps
+        # The ends tell the engine's sets of layer events apart; a key of all the steps takes longer than their packing.
+        ends = steps[0], steps[-1], steps[len(steps) // 2], len(steps)
+        key = (thread, batch.stream.stream_id, site, batch.direction, counts, ends)
         known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= MAX_SHAPES:
+        if known is None or known[0] != steps:
+            if known is None and len(self._known) >= MAX_SHAPES:
                 del self._known[next(iter(self._known))]
-            known = self._known[key] = _shape(batch, thread, site, counts)
-        fixed, rows = known
+            known = self._known[key] = (steps, *_shape(batch, thread, site, counts))
+        _, fixed, rows = known
         began_ns = batch.began_ns
         parts = [(accesses, having, size) for (accesses, size), having in zip(batch.parts, rows, strict=True)]
         return Block(fixed, parts, thread, began_ns, op, (now_ns - began_ns) // len(fixed), batch.group)

@@ -10,10 +10,12 @@ from hicache_obs.records import EventId
 class EventState:
     """What a recorder keeps per event. ``version`` is odd while a record of it is being made."""
 
-    __slots__ = ("event_id", "known_to", "layer", "version", "waited_by", "waited_version")
+    __slots__ = ("event_id", "known_to", "layer", "step", "version", "waited_by", "waited_version")
 
     def __init__(self, event_id: EventId) -> None:
         self.event_id: Final = event_id
+        self.step: Final = -event_id
+        """How a batch notes it; the same object each time, so that blocks of the same shape compare fast."""
         self.version = 0
         self.known_to: set[int] = set()
         """Threads that know the current record to be complete."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 from hicache_obs.findings import Hazard
 from hicache_obs.records import ALL_LAYERS
 from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.guard import Around, Guard
 from hicache_obs.sglang.round_pages import round_accesses
 from hicache_obs.sglang.rounds import SITE, Round, end_segment
 from hicache_obs.sglang.session import Session
@@ -42,6 +43,32 @@ def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: An
     group = lane.round_group or session.number()
     this = lane.round = Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
     return this
+
+
+def _forward(session: Session, guard: Guard) -> Around:
+    """``ModelRunner.forward``, which every round calls."""
+    counters = session.counters
+
+    def hook(original: Around, *args: Any, **kwargs: Any) -> Any:
+        if guard.off or not session.recording:
+            return original(*args, **kwargs)
+        counters.calls += 1
+        try:
+            this = _before_forward(session, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            guard.failed(error)
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            try:
+                _after_forward(session, this)
+                if session.failures:
+                    session.hook_worked()
+            except Exception as error:  # noqa: BLE001 as above
+                guard.failed(error)
+
+    return hook
 
 
 def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> None:
@@ -125,9 +152,7 @@ FORWARD_ADAPTERS: Final = (
     Adapter(
         f"{_RUNNER}.model_runner.ModelRunner.forward",
         Versions("0.5.11"),
-        before=_before_forward,
-        after=_after_forward,
-        failed=_after_forward,
+        direct=_forward,
         hazards=_FORWARD,
     ),
     Adapter(

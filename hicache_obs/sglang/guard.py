@@ -37,6 +37,12 @@ class Guard:
             self._session.unobservable(self._adapter.hazards, f"the hook on {target} failed {MAX_FAILURES} times")
 
 
+def hooked_here(owner: Any, name: str, original: Around) -> bool:
+    """Whether ``owner.name`` may be set on the object: its class has our hook around ``original`` and nobody else's."""
+    hooked = getattr(type(owner), name, None)
+    return getattr(hooked, "__wrapped__", None) is original and name not in getattr(owner, "__dict__", (name,))
+
+
 def around(session: Session, adapter: Adapter) -> Around:
     """The hook for ``adapter``. It is off after ``MAX_FAILURES`` failures of its own."""
     guard = Guard(session, adapter)

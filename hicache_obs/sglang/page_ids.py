@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias
@@ -17,15 +17,87 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hicache_obs._struct import Struct
 from hicache_obs.recorder.hold_back import late
 from hicache_obs.records import PageIds, slot_list_head
 
 DEFAULT_RING_IDS: Final = 1 << 20
+_MAX_VIEWS: Final = 64
 _NO_IDS: Final[PageIds] = np.zeros(0, dtype=np.int64)
 
 
-ToWords: TypeAlias = Callable[[PageIds], PageIds]
+Numbers: TypeAlias = npt.NDArray[np.integer[Any]]
+ToWords: TypeAlias = Callable[[Numbers], PageIds]
 """Makes the slot list of the numbers that were read; a ``Convert`` or a ``ConvertRows``."""
+
+
+class Derive(Protocol):
+    """Makes the numbers to read out of an index tensor, wherever that is."""
+
+    def __call__(self, tensor: Any) -> Any:
+        """A tensor, by device work on the current stream."""
+
+    def on_host(self, reader: PageReader, tensor: Any) -> Numbers:
+        """An array, at once."""
+
+
+class Wanted(Struct, frozen=True, eq=False, gc=False):
+    """What is to be read.
+
+    Attributes:
+        tensor: Integer tensor of slots or page ids, any shape.
+        convert: Makes the slot list of the numbers.
+        derive: Makes the numbers out of ``tensor``; ``None`` where it holds them.
+        count: How many numbers ``derive`` gives.
+    """
+
+    tensor: Any
+    convert: ToWords
+    derive: Derive | None = None
+    count: int = -1
+
+
+class LookUp(Struct, frozen=True, eq=False, gc=False):
+    """``Derive``: the entries of a one-dimensional table that the tensor points to."""
+
+    table: Any
+
+    def __call__(self, tensor: Any) -> Any:
+        return self.table.index_select(0, tensor)
+
+    def on_host(self, reader: PageReader, tensor: Any) -> Numbers:
+        """See ``Derive``."""
+        found: Numbers = reader.host_view(self.table).take(tensor.numpy())
+        return found
+
+
+class LookUpRows(Struct, frozen=True, eq=False, gc=False):
+    """``Derive``: one entry per page of the rows of a request table that the tensor points to.
+
+    Attributes:
+        table: ``(requests, slots)``.
+        longest: Slots of the longest of these requests.
+        page_size: Slots per page.
+        translate: ``(slots,)`` table from an entry to another pool's slot; ``None`` for the entry itself.
+    """
+
+    table: Any
+    longest: int
+    page_size: int
+    translate: Any
+
+    def __call__(self, tensor: Any) -> Any:
+        """One gather; which entries are in use is told on the host, where the lengths are known."""
+        slots = self.table[:, 0 : self.longest : self.page_size].index_select(0, tensor)
+        return slots if self.translate is None else self.translate.index_select(0, slots.reshape(-1).long())
+
+    def on_host(self, reader: PageReader, tensor: Any) -> Numbers:
+        """See ``Derive``."""
+        entries = reader.host_view(self.table)[:, 0 : self.longest : self.page_size]
+        slots: Numbers = entries.take(tensor.numpy(), 0)
+        if self.translate is not None:
+            slots = reader.host_view(self.translate).take(slots)
+        return slots
 
 
 class TensorDevice(Protocol):
@@ -53,7 +125,7 @@ class Convert:
     def __init__(self, page_size: int, *, first_slots_only: bool = False, skip_zero: bool = False) -> None:
         self._head = slot_list_head(page_size, first_slots_only=first_slots_only, skip_zero=skip_zero)
 
-    def __call__(self, slots: PageIds) -> PageIds:
+    def __call__(self, slots: Numbers) -> PageIds:
         """The slot list, a fresh ``(3 + n,) int64``; pages are made of it by whoever reads the ring."""
         return np.concatenate((self._head, slots), dtype=np.int64, casting="unsafe")
 
@@ -64,23 +136,21 @@ def convert(page_size: int, *, first_slots_only: bool = False, skip_zero: bool =
     return Convert(page_size, first_slots_only=first_slots_only, skip_zero=skip_zero)
 
 
-class ConvertRows:
+class ConvertRows(Struct, frozen=True, eq=False, gc=False):
     """How rows of a request table, one entry per page, become a slot list.
 
-    Args:
+    Attributes:
         page_size: Slots per page.
         lengths: ``(rows,)`` slots each row has.
     """
 
-    __slots__ = ("_head", "_lengths")
+    page_size: int
+    lengths: Numbers
 
-    def __init__(self, page_size: int, lengths: npt.NDArray[np.integer[Any]]) -> None:
-        self._head = _rows_head(page_size, len(lengths))
-        self._lengths = lengths
-
-    def __call__(self, slots: PageIds) -> PageIds:
+    def __call__(self, slots: Numbers) -> PageIds:
         """As ``Convert``."""
-        return np.concatenate((self._head, self._lengths, slots), dtype=np.int64, casting="unsafe")
+        head = _rows_head(self.page_size, len(self.lengths))
+        return np.concatenate((head, self.lengths, slots), dtype=np.int64, casting="unsafe")
 
 
 @lru_cache(maxsize=4096)
@@ -148,68 +218,91 @@ class PageReader:
         self._lock = threading.Lock()
         self._head = 0
         self._staged: deque[StagedIds] = deque()
+        self._views: dict[int, tuple[Any, Numbers]] = {}
 
-    def read(
-        self,
-        tensor: Any,
-        convert: ToWords,
-        *,
-        derive: Callable[[Any], Any] | None = None,
-        count: int | None = None,
-    ) -> PageIds | None:
-        """Slot list of ``tensor``: at once for a host tensor, a late one for a device tensor.
+    def read(self, tensor: Any, convert: ToWords) -> PageIds | None:
+        """As ``read_all`` of this tensor alone."""
+        ids = self.read_all((Wanted(tensor, convert),))
+        return None if ids is None else ids[0]
 
-        Args:
-            tensor: Integer tensor of slots or page ids, any shape.
-            derive: Makes the tensor to read out of ``tensor``; device work it launches goes to our own stream.
-            count: How many elements ``derive`` gives.
+    def read_all(self, wanted: Sequence[Wanted]) -> list[PageIds] | None:
+        """Slot lists of tensors: at once for host tensors, late ones for device tensors.
+
+        The device tensors must all be known to the current stream: they are copied behind one event of it.
 
         Returns:
             ``None`` if the pinned ring has no room: the record is lost, and the caller says so.
         """
-        if tensor.device.type == "cpu":
-            return convert((tensor if derive is None else derive(tensor)).numpy().reshape(-1))
-        wanted = tensor.numel() if count is None else count
-        if not wanted:
-            return _NO_IDS
+        ids: list[PageIds] = []
+        for one in wanted:
+            if not one.tensor.is_cpu:
+                break
+            ids.append(self._now(one))
+        else:
+            return ids
         with self._lock:
-            staged = self._stage(tensor, convert, derive, wanted)
+            staged = self._stage([one for one in wanted if not one.tensor.is_cpu])
         if staged is None:
             return None
         self.on_late()
-        return late(staged)
+        rest = iter(staged)
+        return [self._now(one) if one.tensor.is_cpu else next(rest) for one in wanted]
 
-    def _stage(
-        self, tensor: Any, convert: ToWords, derive: Callable[[Any], Any] | None, count: int
-    ) -> StagedIds | None:
+    def _now(self, one: Wanted) -> PageIds:
+        numbers = one.tensor.numpy() if one.derive is None else one.derive.on_host(self, one.tensor)
+        return one.convert(numbers.ravel())
+
+    def host_view(self, table: Any) -> Numbers:
+        """A host tensor that stays the same for long, as an array of the same memory."""
+        known = self._views.get(id(table))
+        if known is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            # The tensor is kept: its id must not become another one's.
+            known = self._views[id(table)] = table, table.numpy()
+        return known[1]
+
+    def _stage(self, wanted: Sequence[Wanted]) -> list[PageIds] | None:
+        """Copy device tensors aside, all of them or none."""
         device = self._device()
         if self._stream is None:
             self._ring = self._pinned(self._size)
             self._stream = device.Stream()
-        start = self._place(count)
-        if start is None:
+        starts = self._places([one.tensor.numel() if one.derive is None else one.count for one in wanted])
+        if starts is None:
             return None
-        place = self._ring[start % self._size : start % self._size + count]
-        made = device.Event()
+        if not any(count for _, count in starts):
+            return [_NO_IDS] * len(wanted)
+        made, done = device.Event(), device.Event()
         made.record(device.current_stream())
-        done = device.Event()
+        staged: list[StagedIds] = []
+        found: list[PageIds] = []
         with device.stream(self._stream):
             made.wait(self._stream)
-            source = (tensor if derive is None else derive(tensor)).reshape(-1)
-            # The element type is changed on the device: a copy that converts would wait for it.
-            place.copy_(source.long(), non_blocking=True)
+            for one, (start, count) in zip(wanted, starts, strict=True):
+                if not count:
+                    found.append(_NO_IDS)
+                    continue
+                place = self._ring[start % self._size : start % self._size + count]
+                source = (one.tensor if one.derive is None else one.derive(one.tensor)).reshape(-1)
+                # The element type is changed on the device: a copy that converts would wait for it.
+                place.copy_(source.long(), non_blocking=True)
+                staged.append(StagedIds(place, one.tensor, done, one.convert, start))
+                found.append(late(staged[-1]))
             done.record(self._stream)
-        staged = StagedIds(place, tensor, done, convert, start)
-        self._staged.append(staged)
-        self._head = start + count
-        return staged
+        self._staged += staged
+        self._head = sum(starts[-1])
+        return found
 
-    def _place(self, count: int) -> int | None:
-        """Where the next ``count`` ids go, numbered without wrapping; never across the end of the ring."""
+    def _places(self, counts: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Where so many ids each go, numbered without wrapping; ``None`` if they do not all fit."""
         while self._staged and self._staged[0].free:
             self._staged.popleft()
-        start = self._head
-        if start % self._size + count > self._size:
-            start += self._size - start % self._size
-        full = bool(self._staged) and start + count - self._size > self._staged[0].begin
-        return None if full or count > self._size else start
+        head, places = self._head, []
+        for count in counts:
+            # Never across the end of the ring.
+            start = head if head % self._size + count <= self._size else head + self._size - head % self._size
+            head = start + count
+            places.append((start, count))
+        oldest = self._staged[0].begin if self._staged else places[0][0]
+        return None if head - self._size > oldest else places

@@ -12,11 +12,37 @@ import numpy as np
 
 from hicache_obs.findings import Hazard
 from hicache_obs.records import MAX_ACCESSES, Access, Mode, SlotAccess, Space
-from hicache_obs.sglang.page_ids import ConvertRows, convert
+from hicache_obs.sglang.page_ids import ConvertRows, LookUp, LookUpRows, Wanted, convert
 from hicache_obs.sglang.pages import base_pool, page_size
 from hicache_obs.sglang.session import Session
 
+_WINDOW: Final = "full_to_swa_index_mapping"
+_STATES: Final = "req_index_to_mamba_index_mapping"
+_MAX_RUNNERS: Final = 64
 _READS: Final = (Hazard.WAR_FORWARD_RESTORE, Hazard.RAW_RESTORE_FORWARD)
+
+
+class RoundPools:
+    """The pools of one model runner, looked up once.
+
+    Args:
+        runner: The ModelRunner, of a target or a draft model.
+    """
+
+    __slots__ = ("full", "full_convert", "full_size", "numbers", "pool", "requests", "states", "window")
+
+    def __init__(self, session: Session, runner: Any) -> None:
+        self.pool: Final = runner.token_to_kv_pool
+        self.requests: Final = getattr(runner, "req_to_token_pool", None)
+        self.full: Final = base_pool(self.pool)
+        self.full_size: Final = page_size(self.full)
+        self.full_convert: Final = convert(self.full_size, skip_zero=True)
+        with_window = getattr(self.pool, _WINDOW, None) is not None
+        self.window: Final = getattr(self.pool, "swa_kv_pool", None) if with_window else None
+        with_states = getattr(self.requests, _STATES, None) is not None
+        self.states: Final = getattr(self.requests, "mamba_pool", None) if with_states else None
+        pools = (self.full, self.window, self.states)
+        self.numbers: Final = [0 if pool is None else session.pool(pool, Space.DEVICE) for pool in pools]
 
 
 def round_accesses(session: Session, runner: Any, batch: Any, written: Any) -> tuple[Access, ...]:
@@ -26,73 +52,71 @@ def round_accesses(session: Session, runner: Any, batch: Any, written: Any) -> t
         runner: The ModelRunner, of a target or a draft model.
         written: ``(n,) int64`` slots of the full-attention pool that the round writes.
     """
-    pool = runner.token_to_kv_pool
-    full = base_pool(pool)
-    writes = session.access(Space.DEVICE, Mode.WRITE, full, written, convert(page_size(full), skip_zero=True))
-    if writes is None:
-        return ()
-    reads = _reads(session, runner, batch, full, None)
-    found = [writes] if reads is None else [writes, reads]
-    window, table = getattr(pool, "swa_kv_pool", None), getattr(pool, "full_to_swa_index_mapping", None)
-    if window is not None and table is not None:
-        found += _window(session, runner, batch, written, window, table)
-    states = _states(session, runner, batch)
-    if states is not None:
-        if len(found) == MAX_ACCESSES:
+    pools: RoundPools | None = session.rounds.get(id(runner))
+    if (
+        pools is None
+        or pools.pool is not runner.token_to_kv_pool
+        or pools.requests is not getattr(runner, "req_to_token_pool", None)
+    ):
+        if len(session.rounds) >= _MAX_RUNNERS:
+            session.rounds.clear()
+        pools = session.rounds[id(runner)] = RoundPools(session, runner)
+    full, _, states = pools.numbers
+    wanted, kinds = [Wanted(written, pools.full_convert)], [(Mode.WRITE, full)]
+    reads = _reads(session, pools, batch, pools.full_size, None)
+    if reads is not None:
+        wanted.append(reads)
+        kinds.append((Mode.READ, full))
+    if pools.window is not None:
+        _add_window(session, pools, batch, wanted, kinds)
+    if pools.states is not None and (rows := getattr(batch, "req_pool_indices", None)) is not None:
+        if len(wanted) == MAX_ACCESSES:
             session.unobservable(_READS, f"a round of this model has more than {MAX_ACCESSES} kinds of accesses")
-            del found[-1]
-        found.append(states)
-    return tuple(found)
+            del wanted[-1], kinds[-1]
+        wanted.append(Wanted(rows, convert(1, skip_zero=True), LookUp(getattr(pools.requests, _STATES)), rows.numel()))
+        kinds.append((Mode.WRITE, states))
+    ids = session.ids(wanted)
+    if ids is None and len(wanted) > 1:  # there may be room for what it writes
+        ids = session.ids(wanted[:1])
+    if ids is None:
+        return ()
+    return tuple([SlotAccess(Space.DEVICE, mode, one, pool) for (mode, pool), one in zip(kinds, ids, strict=False)])
 
 
-def _reads(session: Session, runner: Any, batch: Any, pool: Any, translate: Any) -> Access | None:
+def _reads(session: Session, pools: RoundPools, batch: Any, size: int, translate: Any) -> Wanted | None:
     """Pages of the batch's requests: one entry of the request table per page, up to each request's length.
 
     Args:
-        translate: ``(slots,)`` table on the device from a slot to this pool's own; ``None`` for the same.
+        size: Slots per page.
+        translate: ``(slots,)`` table from a slot to this pool's own; ``None`` for the same.
     """
     lengths = getattr(batch, "seq_lens_cpu", None)
-    table = getattr(getattr(runner, "req_to_token_pool", None), "req_to_token", None)
+    table = getattr(pools.requests, "req_to_token", None)
+    if lengths is not None:
+        lengths = lengths.numpy() if hasattr(lengths, "numpy") else np.asarray(lengths)  # host memory either way
     if lengths is None or table is None or not len(lengths):
         session.unobservable(_READS, "the batch does not say on the host how long its requests are")
         return None
-    lengths = lengths.numpy() if hasattr(lengths, "numpy") else np.asarray(lengths)  # host memory either way
-    size, longest = page_size(pool), max(lengths.tolist())
+    longest = max(lengths.tolist())
     limit = session.max_read_ids
     count = len(lengths) * -(-longest // size)
     if count > limit:
         session.unobservable(_READS, f"a round reads more than HICACHE_OBS_READ_IDS={limit} pages")
         return None
-    entries = table[:, 0:longest:size]
-
-    def gather(rows: Any) -> Any:
-        """One gather; which entries are in use is told on the host, where the lengths are known."""
-        slots = entries.index_select(0, rows)
-        return slots if translate is None else translate.index_select(0, slots.reshape(-1).long())
-
-    ids = session.ids(batch.req_pool_indices, ConvertRows(size, lengths), derive=gather, count=count)
-    return None if ids is None else SlotAccess(Space.DEVICE, Mode.READ, ids, session.pool(pool, Space.DEVICE))
-
-
-def _window(session: Session, runner: Any, batch: Any, written: Any, window: Any, table: Any) -> list[Access]:
-    """The same of the sliding-window pool. Slots that have left the window are entry 0 of the table, and page 0."""
-    how = convert(page_size(window), skip_zero=True)
-    ids = session.ids(written, how, derive=lambda slots: table.index_select(0, slots), count=written.numel())
-    if ids is None:
-        return []
-    writes = SlotAccess(Space.DEVICE, Mode.WRITE, ids, session.pool(window, Space.DEVICE))
-    reads = _reads(session, runner, batch, window, table)
-    return [writes] if reads is None else [writes, reads]
-
-
-def _states(session: Session, runner: Any, batch: Any) -> Access | None:
-    """States of the batch's requests in a Mamba pool, if the model has one."""
-    requests = getattr(runner, "req_to_token_pool", None)
-    states, table = getattr(requests, "mamba_pool", None), getattr(requests, "req_index_to_mamba_index_mapping", None)
-    rows = getattr(batch, "req_pool_indices", None)
-    if states is None or table is None or rows is None:
-        return None
-    ids = session.ids(
-        rows, convert(1, skip_zero=True), derive=lambda there: table.index_select(0, there), count=rows.numel()
+    return Wanted(
+        batch.req_pool_indices, ConvertRows(size, lengths), LookUpRows(table, longest, size, translate), count
     )
-    return None if ids is None else SlotAccess(Space.DEVICE, Mode.WRITE, ids, session.pool(states, Space.DEVICE))
+
+
+def _add_window(
+    session: Session, pools: RoundPools, batch: Any, wanted: list[Wanted], kinds: list[tuple[Mode, int]]
+) -> None:
+    """The same of the sliding-window pool. Slots that have left the window are entry 0 of the table, and page 0."""
+    size, table, number = page_size(pools.window), getattr(pools.pool, _WINDOW), pools.numbers[1]
+    written = wanted[0].tensor
+    wanted.append(Wanted(written, convert(size, skip_zero=True), LookUp(table), written.numel()))
+    kinds.append((Mode.WRITE, number))
+    reads = _reads(session, pools, batch, size, table)
+    if reads is not None:
+        wanted.append(reads)
+        kinds.append((Mode.READ, number))

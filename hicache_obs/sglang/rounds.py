@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hicache_obs.recorder.batch import LAYER_BITS, Batch, Measured
+from hicache_obs.recorder.batch import Batch, Measured, segment_step
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lane
 from hicache_obs.records import ALL_LAYERS, Access, Purpose, Work
@@ -70,9 +70,9 @@ def wait_for_layer(session: Session, lane: Lane, this: Round, stream: Any, event
         batch = _begin_batch(session, this)
     steps, layer = batch.steps, event.layer
     if layer > this.next_layer:
-        steps.append(this.next_layer << LAYER_BITS | layer)  # as ``batch.work``: a round has one part
+        steps.append(segment_step(this.next_layer, layer))  # as ``batch.work``: a round has one part
         this.next_layer = layer
-    steps.append(-event.event_id)
+    steps.append(event.step)
     return None
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
@@ -39,7 +39,7 @@ from hicache_obs.records import (
     StreamId,
     StreamKind,
 )
-from hicache_obs.sglang.page_ids import PageReader, ToWords
+from hicache_obs.sglang.page_ids import PageReader, ToWords, Wanted
 from hicache_obs.streams.protocol import Device, Stream
 
 MAX_FAILURES: Final = 16
@@ -125,6 +125,8 @@ class Session:
         """The ``CopyCheck`` of this session, from its first copy on."""
         self.missing: Final[dict[Hazard, str]] = {}
         """Why each hazard cannot be observed."""
+        self.rounds: Final[dict[int, Any]] = {}
+        """The ``RoundPools`` of each model runner, by its id."""
         self.forward_stream: Any = None
         """The stream the last forward round was launched on, the engine's own object."""
         self.max_read_ids: Final = read_setting("read_ids")[0]
@@ -320,26 +322,16 @@ class Session:
 
     def access(self, space: Space, mode: Mode, pool: Any, tensor: Any, convert: ToWords) -> Access | None:
         """``tensor``'s pages of ``pool``; ``None`` if they are lost, which is then counted."""
-        ids = self.ids(tensor, convert)
-        return None if ids is None else SlotAccess(space, mode, ids, self.pool(pool, space))
+        ids = self.ids((Wanted(tensor, convert),))
+        return None if ids is None else SlotAccess(space, mode, ids[0], self.pool(pool, space))
 
-    def ids(
-        self,
-        tensor: Any,
-        convert: ToWords,
-        *,
-        derive: Callable[[Any], Any] | None = None,
-        count: int | None = None,
-    ) -> PageIds | None:
-        """Slot list of an index tensor, perhaps late; ``None`` if it is lost, which is then counted.
-
-        See ``PageReader.read`` for the arguments.
-        """
+    def ids(self, wanted: Sequence[Wanted]) -> list[PageIds] | None:
+        """Slot lists of index tensors, perhaps late; ``None`` if they are lost, which is then counted."""
         assert self._reader is not None
         lane = self.lanes.lane
         outer, lane.in_stream_call = lane.in_stream_call, True  # as ``quietly``, which costs more than all else here
         try:
-            ids = self._reader.read(tensor, convert, derive=derive, count=count)
+            ids = self._reader.read_all(wanted)
         finally:
             lane.in_stream_call = outer
         if ids is None and self._sink is not None:

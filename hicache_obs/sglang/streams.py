@@ -15,12 +15,13 @@ from functools import cache
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
+from hicache_obs.recorder.batch import MAX_SINGLE_LAYERS, segment_step
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.recorder import StreamMark
 from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
 from hicache_obs.records import Purpose
 from hicache_obs.sglang.adapter import Adapter
-from hicache_obs.sglang.guard import Around, Guard
+from hicache_obs.sglang.guard import Around, Guard, hooked_here
 from hicache_obs.sglang.rounds import wait_for_layer, waited
 from hicache_obs.sglang.session import IN_STREAM_CALL, Session
 
@@ -101,6 +102,8 @@ def _record(session: Session, guard: Guard) -> Around:
                 known = session.event(event)
             if known.layer >= 0 and not args and (batch := lane.batch) is not None and batch.direction is not None:
                 batch.record(known)
+                if hooked_here(event, "record", original):
+                    event.record = _layer_record(session, guard, original, event, known, event.record)
             elif in_graph is None or not in_graph():
                 raw = args[0] if args else kwargs.get("stream")
                 where = session.current_stream() if raw is None else session.stream(raw)
@@ -123,6 +126,45 @@ def _record(session: Session, guard: Guard) -> Around:
     return hook
 
 
+def _layer_record(
+    session: Session, guard: Guard, original: Around, event: Any, state: EventState, hooked: Around
+) -> Callable[..., Any]:
+    """``record`` of one layer's event, set on the event itself: there is one per layer, and no argument to sort out.
+
+    Args:
+        original: The engine's function.
+        hooked: The event's ``record`` with its hook, for whatever is not the end of a batched copy.
+    """
+    lanes, counters, step = session.lanes, session.counters, state.step
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        lane = lanes.lane
+        batch = lane.batch
+        if (
+            batch is None
+            or batch.direction is None
+            or lane.in_stream_call
+            or args
+            or kwargs
+            or guard.off
+            or not session.ready
+        ):
+            return hooked(*args, **kwargs)
+        counters.calls += 1
+        state.version += 1  # as ``batch.record``
+        if state.known_to:
+            state.known_to.clear()
+        batch.states.append(state)
+        batch.step(step)
+        lane.in_stream_call = True
+        try:
+            return original(event)
+        finally:
+            lane.in_stream_call = False
+
+    return record
+
+
 def _know_handle(session: Session, guard: Guard, event: Any, state: EventState) -> None:
     """An event has a handle from its first record on."""
     try:
@@ -133,11 +175,41 @@ def _know_handle(session: Session, guard: Guard, event: Any, state: EventState) 
 
 
 def _stream_waits(session: Session, guard: Guard) -> Around:
-    """``Stream.wait_event``."""
-    wait = _waits(session, guard)
+    """``Stream.wait_event``. The waits of a round for layers, but for its first, go into its batch by a shorter way."""
+    wait, lanes, counters = _waits(session, guard), session.lanes, session.counters
 
     def hook(original: Around, stream: Any, *args: Any, **kwargs: Any) -> Any:
-        return wait(original, stream, args[0] if args else kwargs.get("event"), (stream, *args), kwargs)
+        lane = lanes.lane
+        batch, this = lane.batch, lane.round
+        if batch is None or this is None or batch is not this.batch or lane.in_stream_call or guard.off:
+            return wait(original, stream, args[0] if args else kwargs.get("event"), (stream, *args), kwargs)
+        batched = False
+        try:
+            state = args[0]._hicache_obs
+            layer = state.layer
+            if layer >= 0 and (stream is this.raw or session.stream(stream) is this.stream):
+                batched = True
+                if state.waited_by is not this or state.waited_version != state.version:
+                    state.waited_by, state.waited_version = this, state.version
+                    begin = this.next_layer
+                    if layer > begin:
+                        alone = layer == begin + 1 and layer < MAX_SINGLE_LAYERS
+                        batch.step(batch.layers[begin] if alone else segment_step(begin, layer))
+                        this.next_layer = layer
+                    batch.step(state.step)
+        except (AttributeError, IndexError):  # an event that is not known yet, or named
+            pass
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            guard.failed(error)
+            batched = True
+        if not batched:
+            return wait(original, stream, args[0] if args else kwargs.get("event"), (stream, *args), kwargs)
+        counters.calls += 1
+        lane.in_stream_call = True
+        try:
+            return original(stream, *args, **kwargs)
+        finally:
+            lane.in_stream_call = False
 
     return hook
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.batch import LAYER_BITS, Measured
-from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, Purpose, Space, Work
+from hicache_obs.recorder.batch import Batch, Measured
+from hicache_obs.recorder.lane import Lane
+from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, Purpose, SlotAccess, Space, Work
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.copy_check import CopyCheck
 from hicache_obs.sglang.fences import add_load_fence, add_write_fence
-from hicache_obs.sglang.guard import Around, Guard
-from hicache_obs.sglang.page_ids import convert
+from hicache_obs.sglang.guard import Around, Guard, hooked_here
+from hicache_obs.sglang.page_ids import Wanted, convert
 from hicache_obs.sglang.pages import page_size
 from hicache_obs.sglang.rounds import TIME_EVERY
 from hicache_obs.sglang.session import Session
@@ -134,16 +135,11 @@ def _load_layer(session: Session, guard: Guard) -> Around:
         try:
             host_pool, device_pool, there, here, layer = args[:5] if len(args) > 4 else _named(args, kwargs)
             batch = lane.batch
-            if (
-                batch is not None
-                and batch.here is here
-                and batch.there is there
-                and batch.pool is host_pool
-                and batch.group == lane.transfer
-            ):
-                batch.steps.append(batch.work_base | layer << LAYER_BITS | layer + 1)
+            if batch is not None and _goes_on(batch, lane, host_pool, there, here):
+                batch.work(int(layer), int(layer) + 1)
             else:
                 copy = _first_of_layers(session, host_pool, device_pool, there, here, int(layer))
+                _shorten(session, guard, original, host_pool)
             if session.failures:
                 session.hook_worked()
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
@@ -161,6 +157,56 @@ def _load_layer(session: Session, guard: Guard) -> Around:
         return result
 
     return hook
+
+
+def _goes_on(batch: Batch, lane: Lane, host_pool: Any, there: Any, here: Any) -> bool:
+    """Whether a copy of these pages is one more layer of the last one."""
+    return batch.here is here and batch.there is there and batch.pool is host_pool and batch.group == lane.transfer
+
+
+def _shorten(session: Session, guard: Guard, original: Around, host_pool: Any) -> None:
+    """Let the layers that follow the first go by a shorter way, on the pool itself; where nobody else hooks them."""
+    name = getattr(original, "__name__", "")
+    if hooked_here(host_pool, name, original):
+        setattr(host_pool, name, _next_layer(session, guard, original, host_pool, getattr(host_pool, name)))
+
+
+def _next_layer(session: Session, guard: Guard, original: Around, host_pool: Any, hooked: Around) -> Around:
+    """The copy function of one host pool: of a batched layer it notes the number, all else goes to its hook.
+
+    Args:
+        original: The engine's function.
+        hooked: The pool's own, with its hook.
+    """
+    lanes, counters = session.lanes, session.counters
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        lane = lanes.lane
+        batch = lane.batch
+        if (
+            batch is None
+            or len(args) < 4
+            or batch.here is not args[2]
+            or batch.there is not args[1]
+            or batch.pool is not host_pool
+            or batch.group != lane.transfer
+            or lane.in_copy
+            or guard.off
+            or not session.ready
+        ):
+            return hooked(*args, **kwargs)
+        try:
+            batch.step(batch.layers[args[3]])
+        except Exception:  # noqa: BLE001 no plain number, or too large a one
+            return hooked(*args, **kwargs)
+        counters.calls += 1
+        lane.in_copy = True
+        try:
+            return original(host_pool, *args, **kwargs)
+        finally:
+            lane.in_copy = False
+
+    return load
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -238,10 +284,15 @@ def _accesses(
         session.unobservable((*_LOADS, *_WRITES), "the device pool moves pages: its ids are virtual")
     load = direction is Direction.HOST_TO_DEVICE
     host_mode, device_mode = (Mode.READ, Mode.WRITE) if load else (Mode.WRITE, Mode.READ)
-    from_host = session.access(Space.HOST, host_mode, host_pool, host_indices, convert(page_size(host_pool)))
-    how = convert(page_size(device_pool), skip_zero=True)
-    on_device = session.access(Space.DEVICE, device_mode, device_pool, device_indices, how)
-    accesses = None if from_host is None or on_device is None else (from_host, on_device)
+    wanted = (
+        Wanted(host_indices, convert(page_size(host_pool))),
+        Wanted(device_indices, convert(page_size(device_pool), skip_zero=True)),
+    )
+    ids = session.ids(wanted)
+    accesses = None
+    if ids is not None:
+        from_host = SlotAccess(Space.HOST, host_mode, ids[0], session.pool(host_pool, Space.HOST))
+        accesses = from_host, SlotAccess(Space.DEVICE, device_mode, ids[1], session.pool(device_pool, Space.DEVICE))
     while len(remembered) >= _REMEMBERED:
         del remembered[next(iter(remembered))]
     # The tensors are kept with it: their ids must not become other tensors'.

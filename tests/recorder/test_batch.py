@@ -59,6 +59,9 @@ def accesses(*ids):
     return (Access(Space.HOST, Mode.READ, np.array(ids)), Access(Space.DEVICE, Mode.WRITE, np.array(ids)))
 
 
+ACCESSES = accesses(1, 2)
+
+
 @pytest.fixture
 def ring(tmp_path):
     made = RingWriter(tmp_path / "a.ring", slots=16, arena_words=64)
@@ -89,6 +92,20 @@ def test_blocks_go_across_the_end_of_the_ring(ring):
     assert all(one.accesses[1].ids.tolist() == [one.group, one.group + 1] for one in copies)
     assert len([one for one in seen if isinstance(one, EventRecord)]) == 15
     assert ring.dropped == {}
+
+
+def test_blocks_whose_steps_differ_in_one_place_only_are_told_apart(ring):
+    recorder = ServerRecorder(ring, clock=lambda: 9, ranges=NoRanges())
+    seen = []
+    with closing(RingReader(ring.path)) as reader:
+        for odd in (1, 5, 1):
+            batch = recorder.begin_batch(STREAM, "load-back copy", 1, Direction.HOST_TO_DEVICE)
+            batch.use(ACCESSES, 64)
+            for layer in (0, odd, 2, 3):
+                batch.work(layer, layer + 1)
+            recorder.flush_batch()
+            seen += reader.poll()
+    assert [one.layers[0] for one in seen if isinstance(one, Memcpy)] == [0, 1, 2, 3, 0, 5, 2, 3, 0, 1, 2, 3]
 
 
 def test_a_block_without_room_is_dropped_whole_and_counted(ring):

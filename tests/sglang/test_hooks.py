@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ from hicache_obs.records import (
     Times,
     WaitStream,
 )
-from hicache_obs.sglang import pages, streams
+from hicache_obs.sglang import forwards, pages, streams
 from hicache_obs.sglang.guard import around
 from hicache_obs.sglang.page_ids import PageReader
 from hicache_obs.sglang.session import IN_STREAM_CALL, Session
@@ -186,6 +187,230 @@ def test_a_layers_event_is_recorded_behind_its_copy(server):
     assert [one.event for one in records[1:6:2]] == [it.session.event(event).event_id for event in events]
     assert {(one.group, one.size_bytes, one.layers[1] - one.layers[0]) for one in records[:6:2]} == {(15, 64, 1)}
     assert [access.ids.tolist() for access in records[4].accesses] == [[1, 2], [2, 3]]
+
+
+def hook_as_sglang_does(it, cls, name, row):
+    """The hook of ``row`` on a class, as SGLang's registry puts it there."""
+    original, hook = getattr(cls, name), around(it.session, row)
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return hook(original, *args, **kwargs)
+
+    setattr(cls, name, wrapper)
+
+
+class Restore:
+    """A host pool and the layer events of a controller, of classes of their own, with hooks on them."""
+
+    def __init__(self, it, layers=3, outer=None):
+        self.it, self.calls = it, calls = it, []
+
+        class Pool:
+            page_size, layer_num, size_per_token = 4, layers, 24
+
+            def load_to_device_per_layer_physical(self, *args, **kwargs):
+                calls.append(("copy", args[3], kwargs))
+                if kwargs.get("fails"):
+                    raise RuntimeError("theirs")
+
+        class Event:
+            def record(self, stream=None):
+                calls.append(("record", stream))
+
+        rows = {row.target: row for row in streams.stream_adapters("a.Stream", "a.Event")}
+        load = next(row for row in SGLANG_ADAPTERS if row.target.endswith("load_to_device_per_layer_physical"))
+        hook_as_sglang_does(it, Pool, "load_to_device_per_layer_physical", load)
+        hook_as_sglang_does(it, Event, "record", rows["a.Event.record"])
+        if outer is not None:  # somebody else's hooks, around ours
+            Pool.load_to_device_per_layer_physical = outer(Pool.load_to_device_per_layer_physical)
+            Event.record = outer(Event.record)
+        self.pool, self.events, self.other = Pool(), [Event() for _ in range(layers)], Event()
+        self.there, self.here = torch.arange(4, 12), torch.arange(8, 16)
+        for layer, event in enumerate(self.events):
+            it.session.event(event).layer = layer
+        it.session.local.transfer = 15
+
+    def layer(self, layer, **options):
+        self.pool.load_to_device_per_layer_physical(self.it.pool, self.there, self.here, layer, "direct", **options)
+
+    def load(self, layers):
+        for layer in layers:
+            self.layer(layer, is_draft=False)
+            self.events[layer].record()
+
+
+def test_layers_after_the_first_go_by_a_shorter_way_with_the_same_records(server):
+    it = server()
+    restore = Restore(it)
+    for transfer in (15, 17):
+        it.session.local.transfer = transfer
+        restore.load(range(3))
+        assert it.session.event(restore.events[2]).version % 2 == 1  # for whoever asks on another thread
+        restore.other.record()
+    assert "load_to_device_per_layer_physical" in vars(restore.pool)
+    assert all("record" in vars(event) for event in restore.events)
+    assert "record" not in vars(restore.other)
+    one = [(("copy", layer, {"is_draft": False}), ("record", None)) for layer in range(3)]
+    assert restore.calls == 2 * [*(call for layer in one for call in layer), ("record", None)]
+    assert it.session.counters.calls == 2 * 7
+    records = it.records(Memcpy, EventRecord)
+    assert [type(one) for one in records] == 2 * ([Memcpy, EventRecord] * 3 + [EventRecord])
+    assert [one.group for one in records if isinstance(one, Memcpy)] == [15] * 3 + [17] * 3
+    assert [one.layers for one in records if isinstance(one, Memcpy)] == 2 * [(0, 1), (1, 2), (2, 3)]
+    numbers = [it.session.event(event).event_id for event in (*restore.events, restore.other)]
+    assert [one.event for one in records if isinstance(one, EventRecord)] == 2 * numbers
+
+
+def test_what_comes_between_the_layers_keeps_its_place(server):
+    it = server()
+    restore = Restore(it)
+    restore.load([0])
+    restore.other.record()
+    restore.load([1])
+    restore.events[0].record(it.current)  # not the end of this copy: its stream is named
+    restore.here = restore.here.clone()
+    restore.load([2])
+    records = it.records(Memcpy, EventRecord)
+    assert [one.layers[0] if isinstance(one, Memcpy) else one.event for one in records] == [
+        0, it.session.event(restore.events[0]).event_id, it.session.event(restore.other).event_id,
+        1, it.session.event(restore.events[1]).event_id, it.session.event(restore.events[0]).event_id,
+        2, it.session.event(restore.events[2]).event_id,
+    ]  # fmt: skip
+
+
+def test_layers_of_other_pages_or_of_another_transfer_are_told_apart(server):
+    it = server()
+    restore = Restore(it)
+    restore.layer(0)
+    restore.here = torch.arange(16, 24)
+    restore.layer(1)
+    restore.there = torch.arange(12, 20)
+    restore.layer(1)
+    it.session.local.transfer = 17
+    restore.layer(1)
+    assert [
+        (one.layers[0], one.group, *(access.ids.tolist() for access in one.accesses)) for one in it.records(Memcpy)
+    ] == [
+        (0, 15, [1, 2], [2, 3]),
+        (1, 15, [1, 2], [4, 5]),
+        (1, 15, [3, 4], [4, 5]),
+        (1, 17, [3, 4], [4, 5]),
+    ]
+
+
+def test_pools_that_take_turns_keep_their_own_pages(server):
+    it = server()
+    one, other = Restore(it), Restore(it)
+    other.here = torch.arange(16, 24)
+    for layer in range(3):
+        one.layer(layer)
+        other.layer(layer)
+        one.events[layer].record()
+    records = it.records(Memcpy, EventRecord)
+    assert [type(record) for record in records] == [Memcpy, Memcpy, EventRecord] * 3
+    copies = [record for record in records if isinstance(record, Memcpy)]
+    assert [(copy.layers[0], *(access.pool for access in copy.accesses)) for copy in copies] == [
+        (layer, pool, 0) for layer in range(3) for pool in range(2)
+    ]
+    assert [copy.accesses[1].ids.tolist() for copy in copies] == [[2, 3], [4, 5]] * 3
+
+
+def test_a_restore_that_dies_is_in_the_ring_with_the_next_record(server):
+    it = server()
+    restore = Restore(it)
+    restore.load(range(2))
+    with pytest.raises(RuntimeError, match="theirs"):
+        restore.layer(2, fails=True)
+    assert not it.session.local.in_copy
+    restore.other.record()
+    records = it.records(Memcpy, EventRecord)
+    assert [type(one) for one in records] == [Memcpy, EventRecord] * 2 + [Memcpy, EventRecord]
+
+
+@pytest.mark.parametrize("layer", [600, torch.tensor(1)])
+def test_a_layer_that_is_no_small_number_is_recorded_all_the_same(server, layer):
+    it = server()
+    restore = Restore(it)
+    restore.layer(0)
+    restore.layer(layer)
+    assert [one.layers for one in it.records(Memcpy)] == [(0, 1), (int(layer), int(layer) + 1)]
+
+
+def test_the_shorter_way_is_not_taken_past_somebody_elses_hook(server):
+    it = server()
+    seen = []
+
+    def outer(hooked):
+        @functools.wraps(hooked)
+        def wrapper(*args, **kwargs):
+            seen.append(hooked.__name__)
+            return hooked(*args, **kwargs)
+
+        return wrapper
+
+    restore = Restore(it, outer=outer)
+    restore.load(range(3))
+    assert seen == ["load_to_device_per_layer_physical", "record"] * 3
+    assert len(it.records(Memcpy, EventRecord)) == 6
+
+
+def test_the_shorter_way_grows_nothing_once_capture_has_ended(server):
+    it = server()
+    restore = Restore(it)
+    restore.load(range(2))
+    batch = it.session.local.batch
+    it.session.ready, it.session._off = False, True  # as another thread leaves it
+    restore.load([2, 0, 1])
+    assert len(batch.steps) == 4
+    assert len(restore.calls) == 10
+
+
+def test_a_round_hook_that_fails_is_counted_and_the_round_runs_once(server, monkeypatch):
+    it = server()
+    runs = []
+
+    def fails(*args, **kwargs):
+        raise ZeroDivisionError
+
+    for name in ("_before_forward", "_after_forward"):
+        with monkeypatch.context() as patch:
+            patch.setattr(forwards, name, fails)
+            result = it.call("ModelRunner.forward", it.runner, it.batch, original=lambda *args: runs.append(args) or 3)
+        assert result == 3
+    assert len(runs) == 2
+    assert it.session.counters.errors == {"sglang.srt.model_executor.model_runner.ModelRunner.forward": 2}
+
+
+def test_a_round_that_raises_was_launched_and_is_over(server):
+    it = server()
+    with pytest.raises(RuntimeError, match="theirs"):
+        it.call("ModelRunner.forward", it.runner, it.batch, original=fails)
+    assert it.session.local.round is None
+    assert len(it.records(Kernel)) == 1
+
+
+def test_a_wait_for_a_layer_that_raises_is_called_once(server):
+    it = server()
+    it.session.local.round_group = 17
+    events, wait, _ = layer_events(it)
+    calls = []
+
+    def raises(*args):
+        calls.append(args)
+        raise AttributeError("theirs")
+
+    def forward(runner, batch):
+        wait(lambda *args: None, it.current, events[0])
+        with pytest.raises(AttributeError, match="theirs"):
+            wait(raises, it.current, events[1])
+        wait(lambda *args: None, it.current, SimpleNamespace())  # not a layer's: the order of the calls is kept
+        wait(lambda *args, **named: None, it.current, event=events[2])
+
+    it.call("ModelRunner.forward", it.runner, it.batch, original=forward)
+    assert len(calls) == 1
+    assert not it.session.local.in_stream_call
+    assert [one.purpose for one in it.records(EventWait)] == [Purpose.LAYER] * 2 + [Purpose.PLAIN, Purpose.LAYER]
 
 
 def test_an_event_recorded_inside_a_round_does_not_cover_it(server):

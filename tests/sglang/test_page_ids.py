@@ -14,13 +14,14 @@ from hicache_obs.recorder.hold_back import HoldBack
 from hicache_obs.recorder.ring import pack_plain
 from hicache_obs.recorder.server import ServerRecorder
 from hicache_obs.records import Access, CaptureMode, DropReason, Mode, PageAlloc, PageFree, Space, Work, unpack_slots
-from hicache_obs.sglang.page_ids import Convert, ConvertRows, PageReader
+from hicache_obs.sglang.page_ids import Convert, ConvertRows, LookUp, LookUpRows, PageReader, Wanted
 
 
 class CudaLike:
     """A tensor that says it is on a GPU. Whatever would read it on the host is counted."""
 
     device = SimpleNamespace(type="cuda")
+    is_cpu = False
 
     def __init__(self, values, reads):
         self.values = torch.tensor(values, dtype=torch.int64)
@@ -200,6 +201,66 @@ def test_a_device_tensor_is_never_read_on_the_launching_thread():
     assert (unpack_slots(allocated.access.ids).tolist(), ids(freed)) == ([1, 2], [[5]])
     assert allocated.op < freed.op
     assert reads["sync"] == 0
+
+
+def test_tensors_that_are_wanted_together_are_copied_behind_one_event():
+    device, reads = Device(), Counter()
+    pages = reader(device)
+    told = []
+    pages.on_late = lambda: told.append("late")
+    table = CudaLike([9, 6], reads)
+    wanted = (
+        Wanted(CudaLike([8, 4], reads), Convert(4)),
+        Wanted(torch.tensor([12]), Convert(4)),
+        Wanted(CudaLike([], reads), Convert(1)),
+        Wanted(CudaLike([1], reads), Convert(1), lambda tensor: table, 2),
+    )
+    first, host, none, last = pages.read_all(wanted)
+    assert device.log == [("record", "engine's stream"), ("wait", "own stream"), ("record", "own stream")]
+    assert (unpack_slots(host).tolist(), len(none), told) == ([3], 0, ["late"])
+    assert not first.ready()
+    assert not last.ready()
+    device.finish()
+    assert [unpack_slots(late.take()).tolist() for late in (first, last)] == [[1, 2], [6, 9]]
+    assert reads["sync"] == 0
+
+
+def test_tensors_that_are_wanted_together_are_all_lost_for_want_of_room():
+    device = Device()
+    pages = reader(device, ring_ids=8)
+    five = Wanted(CudaLike(range(5), Counter()), Convert(1))
+    assert pages.read_all((five, five)) is None
+    assert device.queue == []
+    (late,) = pages.read_all((five,))
+    device.finish()
+    assert unpack_slots(late.take()).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_copy_that_fails_takes_no_room_in_the_pinned_ring():
+    device = Device()
+    pages = reader(device, ring_ids=8)
+    eight = Wanted(CudaLike([1], Counter()), Convert(1), lambda tensor: CudaLike(range(8), Counter()), 8)
+    with pytest.raises(ZeroDivisionError):
+        pages.read_all((Wanted(CudaLike([1], Counter()), Convert(1), lambda tensor: 1 / 0, 8),))
+    assert device.current is device.engines
+    assert pages.read_all((eight,)) is not None
+    assert pages.read_all((eight,)) is None
+
+
+def test_host_tables_are_read_as_a_device_would_read_them():
+    pages = reader(Device())
+    table = torch.arange(32, dtype=torch.int32).reshape(2, 16)
+    translate = torch.arange(32).flip(0)
+    rows = torch.tensor([1, 0])
+    for derive, tensor in (
+        (LookUp(translate), torch.tensor([3, 30])),
+        (LookUpRows(table, 9, 4, None), rows),
+        (LookUpRows(table, 9, 4, translate), rows),
+    ):
+        assert derive.on_host(pages, tensor).ravel().tolist() == derive(tensor).reshape(-1).tolist()
+    assert pages.host_view(table) is pages.host_view(table)
+    table[1, 0] = 7
+    assert LookUpRows(table, 1, 4, None).on_host(pages, rows).tolist() == [[7], [0]]
 
 
 def test_layers_of_a_transfer_go_on_sharing_their_pages():

@@ -1,0 +1,221 @@
+"""What the SGLang plugin's hooks cost the launching thread: ``python benchmarks/plugin_hooks.py [FOLDER]``.
+
+A decode round makes the calls of a scheduler's: fence, forward, the events of its reads and of its end, the wait for
+them. A restore is a load-back of 80 layers, with a copy and an event each, and a round that waits for every layer. The
+classes are stand-ins that do nothing, wrapped as SGLang's registry wraps: what is measured is the wrapper and the
+hook. A FOLDER is another checkout, measured in turn with this one. CPU time of the thread, the least of many batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+LAYERS = 80
+BATCHES, TURNS = 15, 3
+
+
+class Stream:
+    def wait_stream(self, stream: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+
+
+class Event:
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
+
+
+class ModelRunner:
+    def forward(self, batch: Any) -> Any:
+        return self.model(batch)
+
+
+class HostKVCache:
+    page_size, layer_num, size_per_token = 4, LAYERS, LAYERS * 24
+
+    def load_to_device_per_layer_physical(self, *arguments: Any, **named: Any) -> None: ...
+
+
+class HiCacheController:
+    def start_loading(self) -> None:
+        self.fence_and_submit()
+
+
+class L2TransferEngine:
+    def submit_host_to_device(self, *arguments: Any, **named: Any) -> None:
+        self.submit(*arguments, **named)
+
+
+HOOKED = {cls.__name__: cls for cls in (Stream, Event, ModelRunner, HostKVCache, HiCacheController, L2TransferEngine)}
+
+
+class Engine:
+    """The calls of a scheduler, in its order."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self.schedule, self.forward, self.load = Stream(), Stream(), Stream()
+        self.current = self.schedule
+        self.pool = SimpleNamespace(page_size=4, layer_num=LAYERS)
+        self.runner = ModelRunner()
+        self.runner.token_to_kv_pool = self.pool
+        table = torch.randperm(64 * 4096).reshape(64, 4096).int()
+        self.runner.req_to_token_pool = SimpleNamespace(req_to_token=table)
+        self.batch = SimpleNamespace(
+            out_cache_loc=torch.tensor([5]), seq_lens_cpu=torch.tensor([8]), req_pool_indices=torch.tensor([1])
+        )
+        self.reads_done, self.done, self.started, self.begun, self.ended = (Event() for _ in range(5))
+        self.events = [Event() for _ in range(LAYERS)]
+        self.host = HostKVCache()
+        self.transfers = L2TransferEngine()
+        self.transfers.submit, self.transfers.host_to_device_stream = self.submit, self.load
+        self.controller = controller = HiCacheController()
+        controller.fence_and_submit, controller.load_queue = self.fence_and_submit, [1]
+        controller.l2_transfer_engine, controller.load_fence_stream = self.transfers, self.forward
+        controller.layer_done_counter = SimpleNamespace(events=[SimpleNamespace(load_events=self.events)])
+        self.slots = torch.arange(4, 12), torch.arange(8, 16)
+
+    def model(self, layers: int, batch: Any) -> None:
+        for layer in range(layers):
+            self.current.wait_event(self.events[layer])
+        self.reads_done.record()
+
+    def decode(self, layers: int = 0) -> None:
+        self.forward.wait_stream(self.schedule)
+        self.current = self.forward
+        self.runner.model = functools.partial(self.model, layers)
+        self.runner.forward(self.batch)
+        self.done.record()
+        self.current = self.schedule
+        self.schedule.wait_event(self.reads_done)
+
+    def restore(self) -> None:
+        self.controller.start_loading()
+        self.decode(LAYERS)
+
+    def fence_and_submit(self) -> None:
+        self.started.record()
+        self.load.wait_stream(self.forward)
+        self.transfers.submit_host_to_device(*(slots.clone() for slots in self.slots))
+
+    def submit(self, there: Any, here: Any) -> None:
+        self.started.wait(self.load)
+        self.begun.record()
+        self.current = self.load
+        for layer in range(LAYERS):
+            self.host.load_to_device_per_layer_physical(self.pool, there, here, layer, "direct", is_draft=False)
+            self.events[layer].record()
+        self.ended.record()
+        self.current = self.schedule
+
+
+def hook_all(engine: Engine) -> Any:
+    """The plugin's session, with its hooks on the stand-ins."""
+    from hicache_obs.sglang.guard import around
+    from hicache_obs.sglang.page_ids import PageReader
+    from hicache_obs.sglang.session import Session
+    from hicache_obs.sglang.streams import stream_adapters
+    from hicache_obs.sglang.table import SGLANG_ADAPTERS
+
+    def no_device() -> Any:
+        raise AssertionError("every tensor is host memory")
+
+    reader = PageReader(no_device, lambda ids: no_device())
+    session = Session("SGLang 0.5.23", current_stream=lambda: engine.current, reader=reader)
+    rows = [row for row in SGLANG_ADAPTERS if (0, 5, 23) in row.versions]
+    for row in (*rows, *stream_adapters("stand.Stream", "stand.Event")):
+        owner, name = row.target.split(".")[-2:]
+        if owner in HOOKED and hasattr(HOOKED[owner], name):
+            _hook(HOOKED[owner], name, around(session, row))
+    return session
+
+
+def _hook(cls: type, name: str, hook: Any) -> None:
+    """As SGLang's registry does."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    setattr(cls, name, wrapper)
+
+
+def measure(observe: bool) -> dict[str, float]:
+    """Nanoseconds and hooked calls per decode round and per restore, in this process."""
+    engine = Engine()
+    session = hook_all(engine) if observe else None
+    found: dict[str, float] = {}
+    engine.restore()
+    if session is not None:
+        from hicache_obs.readers.ring import RingReader
+
+        reader = RingReader(session.ring.path)
+    for name, call, count in (("decode round", engine.decode, 200), ("restore", engine.restore, 20)):
+        calls = 0 if session is None else session.counters.calls
+        call()
+        found[f"calls per {name}"] = 0 if session is None else session.counters.calls - calls
+        least = float("inf")
+        for _ in range(BATCHES):
+            started = time.thread_time_ns()
+            for _ in range(count):
+                call()
+            least = min(least, (time.thread_time_ns() - started) / count)
+            if session is not None:
+                list(reader.read())  # as the agent does: the ring never fills
+        found[name] = least
+    assert session is None or not (session.counters.errors or session.ring.dropped), "a hook failed or lost a record"
+    return found
+
+
+def ask(folder: Path, observe: bool) -> dict[str, float]:
+    """``measure`` in a process of its own, with the package of ``folder``."""
+    rings = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    os.chmod(rings, 0o700)
+    try:
+        variables = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HICACHE_OBS_DIR": rings}
+        variables |= {"HICACHE_OBS_RING_SLOTS": str(1 << 17), "HICACHE_OBS_ARENA_IDS": str(1 << 20)}
+        command = [sys.executable, __file__, "--measure", "observe" if observe else "absent"]
+        found: dict[str, float] = json.loads(subprocess.check_output(command, env=variables, text=True))
+        return found
+    finally:
+        shutil.rmtree(rings)
+
+
+def main(before: str) -> None:
+    """Print what observing adds, turn by turn."""
+    here = Path(__file__).resolve().parent.parent
+    checkouts = {"this version": here} | ({"before": Path(before)} if before else {})
+    for turn in range(TURNS):
+        absent = ask(here, observe=False)
+        for name, folder in checkouts.items():
+            found = ask(folder, observe=True)
+            added = "  ".join(
+                f"{what} +{(found[what] - absent[what]) / 1e3:.1f} us in {found[f'calls per {what}']:.0f} hooked calls"
+                for what in absent
+                if not what.startswith("calls")
+            )
+            print(f"turn {turn + 1}  {name:12}  {added}  (load average {os.getloadavg()[0]:.1f})", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("before", nargs="?", default="", metavar="FOLDER", help="another checkout")
+    parser.add_argument("--measure", choices=("observe", "absent"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(arguments.measure == "observe")), flush=True)
+        os._exit(0)  # the flusher's thread would wait for its next turn
+    main(arguments.before)
