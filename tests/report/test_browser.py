@@ -244,7 +244,5 @@ def test_many_operations(browse: Browse, engine: Any, capsys: pytest.CaptureFixt
     with capsys.disabled():
         slowest = max(state["took_ms"] for state in states)
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-        print(
-            f"\n{operations:,} operations: report made in {took_s:.0f} s and {peak_mb:,.0f} MB, {size / 1e6:.1f} MB long;"
-        )
+        print(f"\n{operations:,} operations: made in {took_s:.0f} s and {peak_mb:,.0f} MB, {size / 1e6:.1f} MB long;")
         print(f"ready in {found['ready_ms'] / 1e3:.1f} s, slowest step {slowest} ms, heap {found['heap'] / 1e6:.0f} MB")
