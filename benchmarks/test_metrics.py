@@ -16,8 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from hicache_obs import __version__
-from hicache_obs.exporters.catalogue import CATALOGUE, RANK_LABELS, MetricType
-from hicache_obs.exporters.prometheus import Exemplar, Metrics, negotiate, render
+from hicache_obs.exporters.catalogue import CATALOGUE, RANK_LABELS
+from hicache_obs.exporters.metric_row import MetricType
+from hicache_obs.exporters.prometheus import Metrics, negotiate, render
+from hicache_obs.exporters.rank_metrics import Exemplar
 from hicache_obs.records import Ranks
 
 RANKS = [Ranks(tp) for tp in range(8)]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from hicache_obs.cli.analyze import check_copies
+from hicache_obs.cli.judge import check_copies
 from hicache_obs.readers import tables
 from hicache_obs.readers.kineto import read_kineto
 from hicache_obs.readers.nsys import read_nsys

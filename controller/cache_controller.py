@@ -4,6 +4,10 @@ Life of a load-back: ``load`` claims host-only nodes and gives them device pages
 queued into one transfer, fences it, submits it and returns a ticket for the round that will consume it;
 ``acknowledge`` synchronises with its end and unpins the nodes. Write-backs likewise, without a ticket.
 
+There are two kinds of write-backs. ``write`` pins its node: the device pages cannot be used again before the
+acknowledgement. ``write_evicted`` is for nodes that give their device pages up at once: only the host pages are held,
+and whoever overwrites the device pages next waits for the copy (``before_overwrite``).
+
 Everything runs on the scheduler's thread. ``acknowledge`` waits for transfers at a fixed distance in scheduler steps,
 so the host's decisions never depend on device timing; ``acknowledge_complete`` takes what a query shows to be over,
 which frees pages earlier and makes them depend on it.
@@ -18,9 +22,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hicache_obs.controller.fence_policy import FencePolicy
+from hicache_obs.controller.fence_policy import EvictingCopy, FencePolicy
 from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
-from hicache_obs.controller.radix_cache import Node, RadixCache
+from hicache_obs.controller.radix_cache import HostHold, Node, RadixCache
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
 from hicache_obs.errors import ControllerError, PagePinned
 from hicache_obs.records import Access, Direction, Mode, PageIds, Purpose, Space, Work
@@ -29,11 +33,18 @@ from hicache_obs.streams.protocol import Device, Event, Stream
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheOperation:
-    """Queued work on one node. Page arrays are the node's at the time; a later split does not change them."""
+    """Queued work on one node. Page arrays are the node's at the time; a later split does not change them.
+
+    Attributes:
+        node: It. After a split, its lower part.
+        device_pages, host_pages: ``(n,) int64``, matching by position.
+        hold: Of ``write_evicted``: what keeps the host pages until the acknowledgement.
+    """
 
     node: Node
     device_pages: PageIds
     host_pages: PageIds
+    hold: HostHold | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +58,7 @@ class SubmittedTransfer:
         stream: Stream it runs on.
         finish: Recorded after its last copy.
         step: Scheduler step of the submission.
+        evicting: Its device pages may be used again while it is in flight.
     """
 
     transfer: int
@@ -55,14 +67,33 @@ class SubmittedTransfer:
     stream: Stream
     finish: Event
     step: int
+    evicting: bool = False
+
+    @property
+    def device_pages(self) -> PageIds:
+        """Of all operations."""
+        return np.concatenate([operation.device_pages for operation in self.operations])
+
+    @property
+    def host_pages(self) -> PageIds:
+        """Of all operations."""
+        return np.concatenate([operation.host_pages for operation in self.operations])
 
 
 @dataclass(slots=True)
 class ControllerCounters:
-    """What the controller did. Load-backs and write-backs count transfers, pages count once per transfer."""
+    """What the controller did. Load-backs and write-backs count transfers, pages count once per transfer.
+
+    Attributes:
+        load_backs, write_backs: Transfers, the evicting ones included.
+        evicting_write_backs: Write-backs of pages that were given up at once.
+        restored_pages, backed_up_pages: Pages they moved.
+        index_moves: Index tensors filled on the device.
+    """
 
     load_backs: int = 0
     write_backs: int = 0
+    evicting_write_backs: int = 0
     restored_pages: int = 0
     backed_up_pages: int = 0
     index_moves: int = 0
@@ -81,12 +112,15 @@ class CacheController:
     """Moves cached prefixes between the tiers.
 
     Attributes:
-        device, engine, radix, policy: Its parts.
+        device, engine, radix: Its parts.
+        policy: What load-backs wait for, and write-backs unless there is a ``backup_policy``.
+        backup_policy: What write-backs wait for, and whoever overwrites pages that one of them still reads.
         load_fence_stream, write_fence_stream: Stream whose forward rounds a load-back, a write-back must not
             overtake. ``None`` (the default) means no fence; the scheduler sets them from the model runner before
             every submission, since the forward stream may be replaced.
         layer_done: Hands layer events to consuming rounds.
         on_transfer: Called with every submitted transfer; the demo's writer gate listens.
+        on_backed_up: Told of every write-back that is known to be complete, right after its nodes are unpinned.
         counters: What it did.
     """
 
@@ -94,19 +128,22 @@ class CacheController:
     engine: TransferEngine
     radix: RadixCache
     policy: FencePolicy
+    backup_policy: FencePolicy | None = None
     load_fence_stream: Stream | None = None
     write_fence_stream: Stream | None = None
     layer_done: LayerDoneCounter = field(init=False)
     on_transfer: Callable[[SubmittedTransfer], None] | None = None
+    on_backed_up: Callable[[SubmittedTransfer], None] | None = None
     counters: ControllerCounters = field(default_factory=ControllerCounters)
     _load_queue: list[CacheOperation] = field(default_factory=list)
     _write_queue: list[CacheOperation] = field(default_factory=list)
+    _evict_queue: list[CacheOperation] = field(default_factory=list)
     _loads: deque[SubmittedTransfer] = field(default_factory=deque)
     _writes: deque[SubmittedTransfer] = field(default_factory=deque)
     _transfers: int = 0
 
     def __post_init__(self) -> None:
-        self.layer_done = LayerDoneCounter(self.device, self.engine.device_pool.layout.layers)
+        self.layer_done = LayerDoneCounter(self.device, self.engine.model_layers)
 
     @property
     def transfers_in_flight(self) -> int:
@@ -146,6 +183,17 @@ class CacheController:
         node.backing_up = True
         self._write_queue.append(CacheOperation(node, node.device_pages, host_pages))
 
+    def write_evicted(self, node: Node, host_pages: PageIds) -> None:
+        """Queue the write-back of a node whose device pages will be given up; parents first.
+
+        As ``write``, but the device pages may be freed as soon as ``start_evicting`` was called.
+        """
+        if node.device_pages is None:
+            raise ControllerError(f"write_evicted: {node!r} has no device pages to back up")
+        self.radix.attach_host(node, host_pages)
+        hold = self.radix.hold_host([node])
+        self._evict_queue.append(CacheOperation(node, node.device_pages, host_pages, hold))
+
     def start_loading(self, step: int) -> Ticket | None:
         """Submit all queued load-backs as one transfer.
 
@@ -159,6 +207,8 @@ class CacheController:
         start = self.device.current_stream().record_event()
         stream = self.engine.host_to_device_stream
         self.policy.fence(stream, getattr(self, "load_fence_stream", None), move.device_pages, Purpose.LOAD_FENCE)
+        self.before_overwrite(stream, move.device_pages, Purpose.LOAD_FENCE)
+        self._await_host_pages(stream, move.host_pages)
         ticket = self.layer_done.begin()
         finish = self.engine.submit_host_to_device(
             move, start_event=start, on_layer_done=lambda layer: self.layer_done.complete(ticket, layer)
@@ -172,17 +222,40 @@ class CacheController:
 
     def start_writing(self, step: int) -> bool:
         """Submit all queued write-backs as one transfer; whether there was one."""
-        if not self._write_queue:
+        return self._start_writing(self._write_queue, step, evicting=False)
+
+    def start_evicting(self, step: int) -> bool:
+        """Submit all queued write-backs of evicted nodes as one transfer; whether there was one."""
+        return self._start_writing(self._evict_queue, step, evicting=True)
+
+    def before_overwrite(self, stream: Stream, pages: PageIds, purpose: Purpose = Purpose.PLAIN) -> None:
+        """Make ``stream`` wait for write-backs in flight that may read device ``pages``, as the policy says."""
+        readers = [EvictingCopy(w.stream, w.finish, w.device_pages) for w in self._writes if w.evicting]
+        if readers:
+            (self.backup_policy or self.policy).reuse(stream, readers, pages, purpose)
+
+    def _await_host_pages(self, stream: Stream, host_pages: PageIds) -> None:
+        """A node evicted a moment ago may be restored while its write-back still fills the host pages."""
+        for write in reversed(self._writes):
+            if write.evicting and np.isin(host_pages, write.host_pages).any():
+                stream.wait_event(write.finish)
+                return  # those before it run on the same stream
+
+    def _start_writing(self, queue: list[CacheOperation], step: int, *, evicting: bool) -> bool:
+        if not queue:
             return False
-        move, operations = self._prepare(self._write_queue)
+        move, operations = self._prepare(queue)
         start = self.device.current_stream().record_event()
         stream = self.engine.device_to_host_stream
-        self.policy.fence(stream, getattr(self, "write_fence_stream", None), move.device_pages, Purpose.WRITE_FENCE)
+        policy = self.backup_policy or self.policy
+        policy.fence(stream, getattr(self, "write_fence_stream", None), move.device_pages, Purpose.WRITE_FENCE)
         finish = self.engine.submit_device_to_host(move, start_event=start)
         self.counters.write_backs += 1
+        self.counters.evicting_write_backs += evicting
         self.counters.backed_up_pages += len(move.device_pages)
         direction = Direction.DEVICE_TO_HOST
-        self._submitted(self._writes, SubmittedTransfer(move.transfer, direction, operations, stream, finish, step))
+        submitted = SubmittedTransfer(move.transfer, direction, operations, stream, finish, step, evicting)
+        self._submitted(self._writes, submitted)
         return True
 
     def acknowledge(self, up_to_step: int) -> None:
@@ -200,11 +273,16 @@ class CacheController:
     def _release(self, done: SubmittedTransfer) -> None:
         """Unpin the nodes of a transfer once it is complete."""
         done.finish.synchronize()  # after a query that said so it returns at once, and turns the poll into an order
+        self.engine.blocks.settled(done.transfer)
         for operation in done.operations:
             if done.direction is Direction.HOST_TO_DEVICE:
                 operation.node.loading = False
+            elif operation.hold is not None:
+                self.radix.release_host(operation.hold)
             else:
                 operation.node.backing_up = False
+        if done.direction is Direction.DEVICE_TO_HOST and self.on_backed_up is not None:
+            self.on_backed_up(done)
 
     def _prepare(self, queue: list[CacheOperation]) -> tuple[PageMove, tuple[CacheOperation, ...]]:
         """Merge and empty ``queue`` and move the indices to the device on the current stream."""
@@ -213,8 +291,9 @@ class CacheController:
         device_pages, host_pages = merge_ops(operations)
         self._transfers += 1
         host_index = torch.from_numpy(host_pages)
-        device_index = torch.empty(len(device_pages), dtype=torch.int64, device=self.device.torch_device)
-        move = PageMove(self._transfers, device_pages, host_pages, device_index, host_index)
+        block = self.engine.blocks.take(len(device_pages))
+        device_index = block.tensor[: len(device_pages)]
+        move = PageMove(device_pages, host_pages, device_index, host_index, self._transfers, block)
         staging = torch.from_numpy(device_pages)
         if device_index.device.type == "cuda":
             staging = staging.pin_memory()

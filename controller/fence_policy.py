@@ -5,13 +5,18 @@ none       nothing: the bug
 stream     everything queued on the forward stream so far: SGLang's fix, one ``wait_stream``
 page       per stream, the last launched operation that conflicts on one of the pages, if it may still run
 =========  ================================================================================================
+
+The same policies say what a round or a load-back waits for before it overwrites pages that were evicted while their
+write-back is still in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.errors import ConfigError
@@ -34,6 +39,31 @@ class FencePolicy(Protocol):
             purpose: For the record of the wait.
         """
 
+    def reuse(self, writer: Stream, readers: Sequence[EvictingCopy], pages: PageIds, purpose: Purpose) -> None:
+        """Make ``writer`` wait for write-backs that may still read ``pages``, ``(n,) int64``, which it will overwrite.
+
+        Args:
+            writer: A forward stream, or the load-back stream.
+            readers: Write-backs in flight whose pages may be used again, oldest first; not empty.
+            pages: Device pages that are written.
+            purpose: For the record of the wait.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvictingCopy:
+    """A write-back in flight of pages that were evicted at once.
+
+    Attributes:
+        stream: It runs there.
+        finish: Its end.
+        pages: ``(n,) int64`` device pages it reads.
+    """
+
+    stream: Stream
+    finish: Event
+    pages: PageIds
+
 
 class NoFence:
     """Policy ``none``."""
@@ -41,6 +71,9 @@ class NoFence:
     name = "none"
 
     def fence(self, transfer_stream: Stream, fence_stream: Stream | None, pages: PageIds, purpose: Purpose) -> None:
+        """Issue no wait."""
+
+    def reuse(self, writer: Stream, readers: Sequence[EvictingCopy], pages: PageIds, purpose: Purpose) -> None:
         """Issue no wait."""
 
 
@@ -53,6 +86,10 @@ class StreamFence:
         """Wait for everything queued on ``fence_stream``, if there is one."""
         if fence_stream is not None:
             transfer_stream.wait_stream(fence_stream, purpose=purpose)
+
+    def reuse(self, writer: Stream, readers: Sequence[EvictingCopy], pages: PageIds, purpose: Purpose) -> None:
+        """Wait for everything queued on the write-back stream."""
+        writer.wait_stream(readers[-1].stream, purpose=purpose)
 
 
 @dataclass(slots=True)
@@ -108,6 +145,13 @@ class PageFence:
             if event is not None and stream_key != transfer_stream.stream_id:
                 transfer_stream.wait_event(event, purpose=purpose)
 
+    def reuse(self, writer: Stream, readers: Sequence[EvictingCopy], pages: PageIds, purpose: Purpose) -> None:
+        """Wait for the newest of them that reads one of ``pages``; those before it run on the same stream."""
+        for reader in reversed(readers):
+            if np.isin(pages, reader.pages).any():
+                writer.wait_event(reader.finish, purpose=purpose)
+                return
+
 
 _POLICIES: dict[str, Callable[[PageAllocator, InFlight], FencePolicy]] = {
     "none": lambda allocator, in_flight: NoFence(),
@@ -117,9 +161,9 @@ _POLICIES: dict[str, Callable[[PageAllocator, InFlight], FencePolicy]] = {
 FENCE_POLICIES = tuple(_POLICIES)
 
 
-def fence_policy(name: str, allocator: PageAllocator, in_flight: InFlight) -> FencePolicy:
-    """The policy called ``name``; ConfigError if there is none."""
+def fence_policy(name: str, allocator: PageAllocator, in_flight: InFlight, *, flag: str = "--fence") -> FencePolicy:
+    """The policy called ``name``; ConfigError, which names ``flag``, if there is none."""
     make = _POLICIES.get(name)
     if make is None:
-        raise ConfigError(f"--fence {name}: unknown policy; expected one of {', '.join(FENCE_POLICIES)}")
+        raise ConfigError(f"{flag} {name}: unknown policy; expected one of {', '.join(FENCE_POLICIES)}")
     return make(allocator, in_flight)

@@ -112,6 +112,8 @@ class ContentLedger:
         v_pages: torch.Tensor,
         tenancies: Int64Array | torch.Tensor,
         sources: Int64Array | torch.Tensor,
+        *,
+        counted: bool = True,
     ) -> None:
         """Compare what the current launched function reads at ``layer`` with what was once written.
 
@@ -119,6 +121,7 @@ class ContentLedger:
             k_pages, v_pages: ``(c, page_size, heads, head_dim)``, device: contents of ``c`` full pages.
             tenancies: ``(c,) int64``, host array or device tensor: marked in ``bad`` where contents differ.
             sources: ``(c,) int64``: tenancies that produced the contents.
+            counted: Whether to add them to ``checks``; what is replayed is counted by whoever replays it.
         """
         count, page_size = k_pages.shape[:2]
         if not count:
@@ -130,7 +133,7 @@ class ContentLedger:
         found = tokens.view(count, page_size).mul_(self._slot_weights[:page_size]).sum(1)
         expected = self.digests[:, layer].index_select(0, self._on_device(sources))
         self.bad.index_add_(0, self._on_device(tenancies), (found != expected).to(torch.int32))
-        self.checks += count
+        self.checks += count if counted else 0
 
     def corrupted(self) -> Int64Array:
         """``(b,) int64`` ids of tenancies read with other contents than were written. Synchronize first."""

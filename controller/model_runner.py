@@ -19,8 +19,7 @@ from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, Ro
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.pools import DevicePool, synchronize
 from hicache_obs.errors import ControllerError
-from hicache_obs.records import Mode, Work
-from hicache_obs.records import device as device_access
+from hicache_obs.records import Work
 from hicache_obs.streams.protocol import Device, Stream
 
 TOKEN_SLOTS = 1024
@@ -52,7 +51,7 @@ class RoundWork(ABC):
         positions: ``(t,) int64``, host: position of each token in its row's context.
         context_lens: ``(n,) int64``, host: tokens each row attends to at its last position.
         last: ``(n,) int64``, host: index into ``tokens`` of each row's last token.
-        k, v: Per layer, ``(pages * page_size, heads, head_dim)``, device: the pool's pages laid end to end.
+        shared_slots: ``(n,) int64``, device: token slot of each row where the rounds share their metadata.
     """
 
     def __init__(
@@ -70,6 +69,7 @@ class RoundWork(ABC):
         self.device = str(token_buffer.device)
         self._token_buffer = token_buffer
         self._next_tokens = next_tokens
+        self.shared_slots: torch.Tensor | None = None
 
     def run(self, first: int, end: int) -> None:
         """Run layers ``first <= layer < end``; the first also embeds, the last also samples."""
@@ -77,7 +77,7 @@ class RoundWork(ABC):
             self._begin()
             self.embed()
         for layer in range(first, end):
-            self._check(layer)
+            self.check(layer)
             self._write(layer, *self.keys_values(layer))
             self.attend(layer)
         if end == self.layout.layers:
@@ -106,16 +106,14 @@ class RoundWork(ABC):
         return to_device(array, self.device)
 
     def slots(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
-        """Place in ``k[layer]`` of each row's token at each position; any two shapes that broadcast."""
+        """Slot in the pool of each row's token at each position; any two shapes that broadcast."""
         page, slot = np.divmod(positions, self.layout.page_size)
         found: Int64Array = self.batch.page_table[rows, page] * self.layout.page_size + slot
         return found
 
     def _begin(self) -> None:
         batch = self.batch
-        self.k = self.pool.k.flatten(1, 2).unbind()
-        self.v = self.pool.v.flatten(1, 2).unbind()
-        self._token_slots = self.upload(batch.token_slots)
+        self._token_slots = self.upload(batch.token_slots) if self.shared_slots is None else self.shared_slots
         self.context_lens = batch.prefix_lens + batch.new_lens
         if batch.mode is BatchMode.DECODE:
             self.tokens = self._token_buffer.index_select(0, self._token_slots)
@@ -135,15 +133,14 @@ class RoundWork(ABC):
             self.upload(ids) for ids in (batch.check_pages, batch.check_tenancies, batch.check_sources)
         )
 
-    def _check(self, layer: int) -> None:
+    def check(self, layer: int) -> None:
+        """Compare the restored pages that this round reads with what was once written."""
         if len(self._check_pages):
-            k = self.pool.k[layer].index_select(0, self._check_pages)
-            v = self.pool.v[layer].index_select(0, self._check_pages)
+            k, v = self.pool.read_pages(layer, self._check_pages)
             self.ledger.check_pages(layer, k, v, self._check_tenancies, self._check_sources)
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.k[layer].index_copy_(0, self._write_slots, k)
-        self.v[layer].index_copy_(0, self._write_slots, v)
+        self.pool.write(layer, self._write_slots, k, v)
         self.ledger.add_tokens(layer, self._tenancies, self._slots_in_page, k, v)
 
 
@@ -176,7 +173,13 @@ class ModelRunner(ABC):
         self.launched_segments = 0
         synchronize(self.token_buffer.device)
 
-    def forward(self, batch: ForwardBatch, *, layer_wait: Callable[[int], None] | None = None) -> RoundResult:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        *,
+        layer_wait: Callable[[int], None] | None = None,
+        read_metadata: Callable[[ForwardBatch, RoundWork], None] | None = None,
+    ) -> RoundResult:
         """Launch ``batch`` on ``forward_stream`` and return at once.
 
         Args:
@@ -184,6 +187,8 @@ class ModelRunner(ABC):
             layer_wait: Given when the round consumes a load-back. Called with each layer right before that
                 layer's segment is launched, the forward stream being current. Without it the round is one
                 segment.
+            read_metadata: Given when the rounds share their metadata. Called before the first segment is launched,
+                the forward stream being current, to launch the round's read of them.
 
         Returns:
             The round's ``done`` event and its tokens, which are valid once ``done`` is complete.
@@ -195,18 +200,17 @@ class ModelRunner(ABC):
         next_tokens = torch.empty(batch.rows, dtype=torch.int64, pin_memory=self.token_buffer.device.type == "cuda")
         round_work = self.start(batch, next_tokens)
         layers = self.pool.layout.layers
-        accesses = (
-            device_access(Mode.READ, batch.read_pages),
-            device_access(Mode.WRITE, batch.write_pages),
-        )
         with self.device.stream(self.forward_stream):
+            if read_metadata is not None:
+                read_metadata(batch, round_work)
             for first, end in [(0, layers)] if layer_wait is None else [(n, n + 1) for n in range(layers)]:
                 if layer_wait is not None:
                     layer_wait(first)
+                touched, accesses = self.pool.touched(batch.read_pages, batch.write_pages, first, end)
                 work = Work(
                     site="forward",
                     accesses=accesses,
-                    layers=(first, end),
+                    layers=touched,
                     group=batch.round_id,
                     size_bytes=(end - first) * self._layer_bytes(batch),
                     rows=batch.row_ids,

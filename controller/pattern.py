@@ -7,6 +7,8 @@ The chain ``V[p] = V[p - 1] + K[p]`` shows one foreign token anywhere in a conte
 that belong there. An extend round reads its whole context and counts the broken links: 0 in an intact context,
 so an extend and a decode round at the same position give the same token (a retracted request is resumed by an
 extend round). Both also read one token of each context page.
+
+In a pool of form fp8 K has four bits and the chain runs modulo 16, so that every value is exact there too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import TOKEN_SLOTS, ModelRunner, RoundWork
-from hicache_obs.controller.pools import DevicePool
+from hicache_obs.controller.pools import FP8_DIGITS, DevicePool
 from hicache_obs.errors import ControllerError
 from hicache_obs.streams.protocol import Device
 
@@ -42,23 +44,42 @@ class PatternRound(RoundWork):
     ) -> None:
         super().__init__(batch, pool, ledger, token_buffer, next_tokens)
         self._vocabulary = vocabulary
+        self._wraps = self.layout.form == "fp8"
+        self._bits = FP8_DIGITS.bit_length() - 1 if self._wraps else HASH_BITS
         self._lanes = self.layout.heads * self.layout.head_dim
+        self._reads_all = batch.mode is BatchMode.EXTEND
 
     def embed(self) -> None:
-        hashes = self.tokens * _TOKEN + self.upload(self.positions) * _POSITION
+        hashes = self.hashes(self.upload(self.positions))
         self._last_hashes = hashes.index_select(0, self.upload(self.last))
-        layers, lanes = np.arange(1, self.layout.layers + 1), np.arange(self._lanes)
-        salts = self.upload(layers[:, None, None] * _LAYER + lanes * _LANE)
-        self._new_k = (_mix(hashes[:, None] + salts) >> (31 - HASH_BITS)).to(torch.float64)
+        self._layer_salts = self.upload(self.layer_salts())
+        self._new_k = self.new_keys(hashes, self.upload(self.key_salts()))
         self._checksums: list[torch.Tensor] = []
         self._prepare_chain()
         self._prepare_sample()
-        if self.batch.mode is BatchMode.EXTEND:
+        if self._reads_all:
             self._prepare_full_read()
+
+    def layer_salts(self) -> Int64Array:
+        """``(layers,) int64``, the same for every round."""
+        return np.arange(1, self.layout.layers + 1, dtype=np.int64) * _LAYER
+
+    def key_salts(self) -> Int64Array:
+        """``(layers, 1, lanes) int64``, the same for every round."""
+        salts: Int64Array = self.layer_salts()[:, None, None] + np.arange(self._lanes) * _LANE
+        return salts
+
+    def hashes(self, positions: torch.Tensor) -> torch.Tensor:
+        """``(t,) int64`` of ``tokens`` at ``(t,) int64`` positions."""
+        return self.tokens * _TOKEN + positions * _POSITION
+
+    def new_keys(self, hashes: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
+        """``(layers, t, lanes) float64``: K of the round's tokens."""
+        return (_mix(hashes[:, None] + salts) >> (31 - self._bits)).to(torch.float64)
 
     def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         k = self._new_k[layer]
-        stored = self.v[layer].index_select(0, self._previous).view(-1, self._lanes)
+        stored = self.pool.read(1, layer, self._previous).view(-1, self._lanes)
         base = stored.masked_fill_(self._no_previous, 0.0)
         if self.batch.mode is BatchMode.DECODE:
             v = base + k
@@ -66,25 +87,29 @@ class PatternRound(RoundWork):
             sums = k.cumsum(0)
             before_row = (sums - k)[self._row_starts]
             v = sums - before_row[self._token_rows] + base[self._token_rows]
+        v = self.wrapped(v)
         shape = (-1, self.layout.heads, self.layout.head_dim)
         return k.view(shape), v.view(shape)
 
     def attend(self, layer: int) -> None:
         # Alternating halves the cache misses, which are most of a decode round: one per page.
-        values = self.k[layer] if layer % 2 else self.v[layer]
-        sampled = values.index_select(0, self._sample_slots).view(torch.int64)  # bits: NaN counts like any value
+        values = self.pool.read(0 if layer % 2 else 1, layer, self._sample_slots)
+        sampled = values.view(torch.int64)  # bits: NaN counts like any value
         weighted = sampled.view(self.batch.rows, -1, self._lanes) * self._sample_weights
         checksum = weighted.sum((1, 2))
-        if self.batch.mode is BatchMode.EXTEND:
-            checksum = checksum + self._broken_links(layer) * _MIX
+        if self._reads_all:
+            checksum = checksum + self.broken_links(layer) * _MIX
         self._checksums.append(checksum)
 
     def sample(self) -> torch.Tensor:
         checksums = torch.stack(self._checksums, 1)
         # Integers in a float64 differ in the high bits only.
         folded = _mix(checksums ^ (checksums >> 21) ^ (checksums >> 42))
-        salts = self.upload(np.arange(1, len(self._checksums) + 1) * _LAYER)
-        return _mix(self._last_hashes + (folded * salts).sum(1)) % self._vocabulary
+        return _mix(self._last_hashes + (folded * self._layer_salts).sum(1)) % self._vocabulary
+
+    def wrapped(self, chain: torch.Tensor) -> torch.Tensor:
+        """Values of the chain as the pool can hold them."""
+        return chain.remainder(FP8_DIGITS) if self._wraps else chain
 
     def _prepare_chain(self) -> None:
         """Where each row's chain goes on: the slot before its first new token, if any."""
@@ -124,12 +149,11 @@ class PatternRound(RoundWork):
         self._tail_pages = self.upload(ends - 1)
         self._tail_valid = self.upload(np.arange(page_size) < filled[:, None])[..., None]
 
-    def _broken_links(self, layer: int) -> torch.Tensor:
+    def broken_links(self, layer: int) -> torch.Tensor:
         """``(n,) int64``: places in each row's context where ``V[p] != V[p - 1] + K[p]``."""
-        k = self.pool.k[layer].index_select(0, self._context_pages).view(-1, self._lanes)
-        v = self.pool.v[layer].index_select(0, self._context_pages).view(-1, self._lanes)
+        k, v = (pages.view(-1, self._lanes) for pages in self.pool.read_pages(layer, self._context_pages))
         expected = v.roll(1, 0).index_fill_(0, self._first_slots, 0.0)
-        broken = (expected.add_(k) != v).view(-1, self.layout.page_size, self._lanes)
+        broken = (self.wrapped(expected.add_(k)) != v).view(-1, self.layout.page_size, self._lanes)
         broken[self._tail_pages] &= self._tail_valid
         per_page = broken.sum((1, 2))
         return per_page.new_zeros(self.batch.rows).index_add_(0, self._page_rows, per_page)

@@ -2,10 +2,27 @@
 
 A pool is storage only. Which page holds what, and who may touch it when, is the business of the allocator, the
 radix cache and the streams. After construction every access happens inside a launched function.
+
+What a page holds, per layer, is a matter of the pool's *form*:
+
+====  ==================================================================================================
+mha   two buffers, K and V
+mla   one buffer, K and V side by side in each token: a single copy moves both
+fp8   K and V as float8_e4m3fn, and a float32 scale for each token and head of either: four buffers
+====  ==================================================================================================
+
+On the host a buffer lies in one of three *layouts*, by what is contiguous in it:
+
+==================  ==============================================================  ============================
+layer-first         ``(layers, pages, tokens, ...)``, as on the device              runs of pages, at one layer
+page-first          ``(pages, tokens, layers, ...)``                                one token at all layers
+page-first-direct   ``(pages, layers, tokens, ...)``                                one page at one layer, at all
+==================  ==============================================================  ============================
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +31,15 @@ from typing import Final
 
 import torch
 
-from hicache_obs.errors import ConfigError
+from hicache_obs.errors import ConfigError, ControllerError
+from hicache_obs.records import Access, Mode, PageIds
+from hicache_obs.records import device as device_access
 
+FORMS: Final = ("mha", "mla", "fp8")
+HOST_LAYOUTS: Final = ("layer-first", "page-first", "page-first-direct")
+FP8: Final = torch.float8_e4m3fn
+FP8_DIGITS: Final = 16
+"""Integers below it, times a power of two, are exact in ``FP8``: four significant bits."""
 _POISON: Final = {torch.float64: 2.0**100, torch.float32: 2.0**40, torch.bfloat16: 2.0**40, torch.float16: 2.0**14}
 _CGROUP: Final = Path("/sys/fs/cgroup")
 """Where a container sees its own group (version 2)."""
@@ -27,7 +51,8 @@ class KVLayout:
 
     Attributes:
         layers, pages, page_size, heads, head_dim: All at least 1; ``page_size`` counts tokens.
-        dtype: Of K and V.
+        dtype: Of K and V, as a model reads and writes them.
+        form: How they are stored; one of ``FORMS``.
     """
 
     layers: int
@@ -36,8 +61,11 @@ class KVLayout:
     heads: int
     head_dim: int
     dtype: torch.dtype = torch.float64
+    form: str = "mha"
 
     def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ConfigError(f"form: {self.form!r}; expected one of {', '.join(FORMS)}")
         for name in ("layers", "pages", "page_size", "heads", "head_dim"):
             value = getattr(self, name)
             if value < 1:
@@ -49,9 +77,19 @@ class KVLayout:
         return (self.layers, self.pages, self.page_size, self.heads, self.head_dim)
 
     @property
+    def buffers(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shape and dtype of each buffer; all begin with ``(layers, pages, page_size, heads)``."""
+        if self.form == "mla":
+            return (((*self.shape[:4], 2 * self.head_dim), self.dtype),)
+        if self.form == "fp8":
+            scales = (self.shape[:4], torch.float32)
+            return ((self.shape, FP8), (self.shape, FP8), scales, scales)
+        return ((self.shape, self.dtype), (self.shape, self.dtype))
+
+    @property
     def page_bytes_per_layer(self) -> int:
         """Bytes of one page at one layer, K and V together."""
-        return 2 * self.page_size * self.heads * self.head_dim * self.dtype.itemsize
+        return sum(math.prod(shape[2:]) * dtype.itemsize for shape, dtype in self.buffers)
 
     @property
     def page_bytes(self) -> int:
@@ -78,24 +116,88 @@ class DevicePool:
     """KV pages on the device.
 
     Construction blocks until the pages are filled; that is the only device work outside a launched function.
+    All methods are for launched functions. A *slot* is a token's place: ``page * page_size + place in the page``.
 
     Attributes:
         layout: Its shape.
-        k, v: ``(layers, pages, page_size, heads, head_dim)`` of ``layout.dtype``, on the device, contiguous;
-            filled with ``poison``.
+        buffers: As ``layout.buffers``, on the device, contiguous; filled with ``poison``.
+        k, v: ``(layers, pages, page_size, heads, head_dim)`` of ``layout.dtype``, on the device: the two buffers, or
+            views of the one. Form fp8 has none.
     """
 
     def __init__(self, layout: KVLayout, torch_device: str | torch.device) -> None:
         device = torch.device(torch_device)
         available = host_available_bytes() if device.type == "cpu" else _device_available_bytes(device)
         self.layout = layout
-        self.k, self.v = _filled(
-            lambda: torch.empty(layout.shape, dtype=layout.dtype, device=device),
+        self.buffers = _filled(
+            layout,
+            lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device),
             flag=f"--device-pages {layout.pages}",
             needed=layout.pool_bytes,
             available=available,
         )
+        self._slots = tuple(buffer.flatten(1, 2).unbind() for buffer in self.buffers)
         synchronize(device)
+
+    @property
+    def k(self) -> torch.Tensor:
+        """See the class."""
+        return _half(self.layout, self.buffers, 0)
+
+    @property
+    def v(self) -> torch.Tensor:
+        """See the class."""
+        return _half(self.layout, self.buffers, 1)
+
+    def touched(
+        self, reads: PageIds, writes: PageIds, first: int, end: int
+    ) -> tuple[tuple[int, int], tuple[Access, ...]]:
+        """What a segment that reads and writes these pages at layers ``first <= layer < end`` says that it touches."""
+        return (first, end), (device_access(Mode.READ, reads), device_access(Mode.WRITE, writes))
+
+    def read(self, part: int, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """``(n, heads, head_dim)`` of ``layout.dtype``: K (``part`` 0) or V (1) of ``(n,) int64`` slots."""
+        if self.layout.form == "mha":
+            return self._slots[part][layer].index_select(0, slots)
+        if self.layout.form == "mla":
+            start = part * self.layout.head_dim
+            return self._slots[0][layer].narrow(-1, start, self.layout.head_dim).index_select(0, slots)
+        # Bytes are gathered: not every device has an index kernel for float8.
+        digits = self._slots[part][layer].view(torch.uint8).index_select(0, slots).view(FP8)
+        return digits.to(self.layout.dtype) * self._slots[2 + part][layer].index_select(0, slots)[..., None]
+
+    def read_pages(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, ``(n, page_size, heads, head_dim)`` each, of ``(n,) int64`` pages."""
+        if self.layout.form != "fp8":
+            return self.k[layer].index_select(0, pages), self.v[layer].index_select(0, pages)
+        size = self.layout.page_size
+        slots = (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
+        k, v = (self.read(part, layer, slots).unflatten(0, (-1, size)) for part in (0, 1))
+        return k, v
+
+    def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Copy ``(n,) int64`` pages ``old`` to pages ``new``, at all layers."""
+        for buffer in self.buffers:
+            stored = buffer.view(torch.uint8) if buffer.dtype is FP8 else buffer
+            stored.index_copy_(1, new, stored.index_select(1, old))
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store K and V, ``(n, heads, head_dim)`` of ``layout.dtype``, in ``(n,) int64`` slots, each named once.
+
+        Form fp8 scales each token and head by a power of two, so that values of four significant bits are exact.
+        """
+        if self.layout.form == "mha":
+            self._slots[0][layer].index_copy_(0, slots, k)
+            self._slots[1][layer].index_copy_(0, slots, v)
+        elif self.layout.form == "mla":
+            self._slots[0][layer].index_copy_(0, slots, torch.cat((k, v), -1))
+        else:
+            for part, values in enumerate((k, v)):
+                largest = values.abs().amax(-1).clamp_min(1.0)
+                scales = torch.exp2(torch.floor(torch.log2(largest)) - 3.0)
+                digits = (values / scales[..., None]).to(FP8).view(torch.uint8)
+                self._slots[part][layer].view(torch.uint8).index_copy_(0, slots, digits)
+                self._slots[2 + part][layer].index_copy_(0, slots, scales.to(torch.float32))
 
 
 class HostPool:
@@ -104,21 +206,39 @@ class HostPool:
     Attributes:
         layout: Its shape.
         pinned: Whether the memory is page-locked, as asynchronous copies need.
+        arrangement: One of ``HOST_LAYOUTS``.
+        buffers: Views shaped as a device pool's buffers, whatever the arrangement; in host memory.
         k, v: As ``DevicePool``, in host memory.
     """
 
-    def __init__(self, layout: KVLayout, *, pinned: bool) -> None:
+    def __init__(self, layout: KVLayout, *, pinned: bool, arrangement: str = "layer-first") -> None:
         if pinned and not torch.cuda.is_available():
             raise ConfigError("pinned: True; page-locked host memory needs a CUDA device, and none is usable here")
-        needed = 2 * _power_of_two(layout.pool_bytes // 2) if pinned else layout.pool_bytes
+        if arrangement not in HOST_LAYOUTS:
+            raise ConfigError(f"--host-layout {arrangement}: unknown; expected one of {', '.join(HOST_LAYOUTS)}")
+        needed = layout.pool_bytes
+        if pinned:
+            needed = sum(_power_of_two(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.buffers)
         self.layout = layout
         self.pinned = pinned
-        self.k, self.v = _filled(
-            lambda: torch.empty(layout.shape, dtype=layout.dtype, pin_memory=pinned),
+        self.arrangement = arrangement
+        self.buffers = _filled(
+            layout,
+            lambda shape, dtype: _arranged(shape, dtype, arrangement, pinned=pinned),
             flag=f"--host-pages {layout.pages}",
             needed=needed,
             available=host_available_bytes(),
         )
+
+    @property
+    def k(self) -> torch.Tensor:
+        """See the class."""
+        return _half(self.layout, self.buffers, 0)
+
+    @property
+    def v(self) -> torch.Tensor:
+        """See the class."""
+        return _half(self.layout, self.buffers, 1)
 
 
 def synchronize(device: torch.device) -> None:
@@ -160,19 +280,36 @@ def _power_of_two(size_bytes: int) -> int:
     return 1 << (size_bytes - 1).bit_length()
 
 
+def _half(layout: KVLayout, buffers: tuple[torch.Tensor, ...], part: int) -> torch.Tensor:
+    if layout.form == "fp8":
+        raise ControllerError("a pool of form fp8 has no K and V of one dtype; read it by slots or pages")
+    return buffers[part] if layout.form == "mha" else buffers[0].chunk(2, -1)[part]
+
+
+def _arranged(shape: tuple[int, ...], dtype: torch.dtype, arrangement: str, *, pinned: bool) -> torch.Tensor:
+    """A view of ``shape``, which begins with layers, pages and tokens, of memory in another order."""
+    order = {"layer-first": (0, 1, 2), "page-first": (1, 2, 0), "page-first-direct": (1, 0, 2)}[arrangement]
+    stored = torch.empty([*(shape[axis] for axis in order), *shape[3:]], dtype=dtype, pin_memory=pinned)
+    return stored.permute(*(order.index(axis) for axis in range(3)), *range(3, len(shape)))
+
+
 def _filled(
-    empty: Callable[[], torch.Tensor], *, flag: str, needed: int, available: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two poisoned tensors, or ConfigError before anything is allocated."""
+    layout: KVLayout,
+    empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+    *,
+    flag: str,
+    needed: int,
+    available: int,
+) -> tuple[torch.Tensor, ...]:
+    """The layout's buffers, poisoned, or ConfigError before anything is allocated."""
     message = f"{flag}: the pool needs {_gib(needed)}, {_gib(available)} are available"
     if needed > available:
         raise ConfigError(message)
     try:
-        k, v = empty(), empty()
+        buffers = [empty(shape, dtype) for shape, dtype in layout.buffers]
     except (RuntimeError, MemoryError) as error:  # another process was faster, or a limit nobody publishes
         raise ConfigError(f"{message}, but the allocation failed: {error}") from error
-    value = poison(k.dtype)
-    return k.fill_(value), v.fill_(value)
+    return tuple(buffer.fill_(poison(buffer.dtype)) for buffer in buffers)
 
 
 def _gib(size_bytes: int) -> str:

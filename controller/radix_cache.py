@@ -12,221 +12,18 @@ nothing: a page returned by ``evict_device`` may still be read or written by lau
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from hicache_obs.controller.eviction import EvictionQueue, rank_named
+from hicache_obs.controller.radix_invariants import check_invariants
+from hicache_obs.controller.radix_node import EMPTY, HostHold, Int64Array, Node, Pin, joined, upwards
+from hicache_obs.controller.radix_results import DeviceEviction, HostInsertResult, InsertResult, Match
 from hicache_obs.errors import ControllerError, PagePinned
 from hicache_obs.records import PageIds
 
-Int64Array = npt.NDArray[np.int64]
-
-_EMPTY: Final[Int64Array] = np.empty(0, dtype=np.int64)
-
-
-class _Pin:
-    """One transfer's hold on a node. A split shares it between both parts, so it ends for both at once."""
-
-    __slots__ = ("active", "node")
-
-    def __init__(self, node: Node) -> None:
-        self.active = True
-        self.node = node
-
-
-class Node:
-    """A run of whole pages of tokens below its parent's. Changed by ``RadixCache`` only, but for the two pins.
-
-    Attributes:
-        node_id: Creation order.
-        tokens: ``(p * page_size,) int64``.
-        device_pages, host_pages: ``(p,) int64`` page ids, or ``None`` when not on that tier. Never written to:
-            a change replaces the array, so a transfer may keep the one it was submitted with.
-        tenancies: ``(p,) int64`` ledger tenancies of the device pages; empty when not on the device.
-        sources: ``(p,) int64`` tenancies that produced the contents a reader of this node gets: those on the
-            device, else those in host memory.
-        parent: ``None`` for the root and for a node that left the tree.
-        children: By the bytes of their first page of tokens.
-        lock_ref: Requests that use this node or one below it. Locked nodes are not evicted from any tier.
-        last_access: Value of the tree's access counter when last matched or inserted. Not a clock.
-    """
-
-    __slots__ = (
-        "_backing_up",
-        "_cache",
-        "_device_children",
-        "_holds",
-        "_host_sources",
-        "_loading",
-        "children",
-        "device_pages",
-        "host_pages",
-        "last_access",
-        "lock_ref",
-        "node_id",
-        "parent",
-        "sources",
-        "tenancies",
-        "tokens",
-    )
-
-    def __init__(self, cache: RadixCache, parent: Node | None, tokens: Int64Array) -> None:
-        self._cache = cache
-        self.node_id = cache._next_id()
-        self.parent = parent
-        self.tokens = tokens
-        self.children: dict[bytes, Node] = {}
-        self.device_pages: PageIds | None = None
-        self.host_pages: PageIds | None = None
-        self.tenancies: Int64Array = _EMPTY
-        self.sources: Int64Array = _EMPTY
-        self.lock_ref = 0
-        self.last_access = 0
-        self._host_sources: Int64Array = _EMPTY
-        self._holds = 0  # locks and pins of this node and of all below it
-        self._device_children = 0
-        self._loading: _Pin | None = None
-        self._backing_up: _Pin | None = None
-
-    def __repr__(self) -> str:
-        tiers = [
-            name for name, pages in (("device", self.device_pages), ("host", self.host_pages)) if pages is not None
-        ]
-        return f"<Node {self.node_id}: {len(self.tokens)} tokens on {' and '.join(tiers) or 'no tier'}>"
-
-    @property
-    def loading(self) -> bool:
-        """Whether an in-flight load-back writes the device pages.
-
-        Set it after ``attach_device``, clear it when the copy is known to be complete. PagePinned when set twice.
-        Like a lock, it protects the node and its ancestors from eviction.
-        """
-        return self._loading is not None and self._loading.active
-
-    @loading.setter
-    def loading(self, pinned: bool) -> None:
-        self._loading = self._cache._pin(self, self._loading, pinned, "load-back")
-
-    @property
-    def backing_up(self) -> bool:
-        """Whether an in-flight write-back reads the device pages and writes the host pages.
-
-        Set it after ``attach_host``; otherwise as ``loading``.
-        """
-        return self._backing_up is not None and self._backing_up.active
-
-    @backing_up.setter
-    def backing_up(self, pinned: bool) -> None:
-        self._backing_up = self._cache._pin(self, self._backing_up, pinned, "write-back")
-
-
-class _EvictionQueue:
-    """Candidates for one tier's eviction, least recently used first, in O(log n).
-
-    A heap of ``(last_access, node_id, node)`` with at most one entry per node. An entry may be out of date: the
-    node was used since, or is no candidate any more. Looking again when it surfaces keeps matching and locking
-    free of heap work; a use only ever raises ``last_access``, so the order is exactly LRU all the same.
-    """
-
-    def __init__(self, is_candidate: Callable[[Node], bool]) -> None:
-        self._is_candidate = is_candidate
-        self._heap: list[tuple[int, int, Node]] = []
-        self._queued: set[Node] = set()
-
-    def offer(self, node: Node) -> None:
-        """Queue ``node`` if it is a candidate. To be called whenever it may have become one."""
-        if node not in self._queued and self._is_candidate(node):
-            self._queued.add(node)
-            heapq.heappush(self._heap, (node.last_access, node.node_id, node))
-
-    def pop(self) -> Node | None:
-        """Least recently used candidate, taken off the queue."""
-        while self._heap:
-            access, _node_id, node = self._heap[0]
-            if self._is_candidate(node) and access != node.last_access:
-                heapq.heapreplace(self._heap, (node.last_access, node.node_id, node))
-                continue
-            heapq.heappop(self._heap)
-            self._queued.remove(node)
-            if self._is_candidate(node):
-                return node
-        return None
-
-    def check_complete(self, nodes: Iterable[Node]) -> None:
-        """AssertionError unless each candidate among ``nodes`` is queued, and nobody twice."""
-        assert {node for _access, _id, node in self._heap} == self._queued, "the queue and its index differ"
-        assert len(self._heap) == len(self._queued), "a node is queued twice for eviction"
-        for node in nodes:
-            assert node in self._queued or not self._is_candidate(node), f"{node!r}: evictable, but not queued"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Match:
-    """What is cached of a token sequence.
-
-    Attributes:
-        device_nodes: Leading nodes with device pages. One that is ``loading`` holds its contents only once the
-            load-back is complete.
-        host_nodes: The nodes after them, with host pages only.
-        device_len, host_len: Their lengths in tokens.
-        last_node: Deepest of all (the root when nothing matched); what a request locks.
-    """
-
-    device_nodes: tuple[Node, ...]
-    host_nodes: tuple[Node, ...]
-    device_len: int
-    host_len: int
-    last_node: Node
-
-    def device_pages(self) -> PageIds:
-        """``(device_len / page_size,) int64``."""
-        return _joined([node.device_pages for node in self.device_nodes if node.device_pages is not None])
-
-    def host_pages(self) -> PageIds:
-        """``(host_len / page_size,) int64``."""
-        return _joined([node.host_pages for node in self.host_nodes if node.host_pages is not None])
-
-    def tenancies(self) -> Int64Array:
-        """Of ``device_pages``."""
-        return _joined([node.tenancies for node in self.device_nodes])
-
-    def sources(self) -> Int64Array:
-        """Of ``device_pages``."""
-        return _joined([node.sources for node in self.device_nodes])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InsertResult:
-    """What ``insert`` did with the caller's pages.
-
-    Attributes:
-        new_nodes: Nodes that were created; at most one.
-        rematerialised: Host-only nodes that took over the caller's pages.
-        duplicate_pages: The caller's pages whose contents the device has elsewhere; the caller frees them.
-        last_node: Deepest node of the inserted sequence.
-    """
-
-    new_nodes: tuple[Node, ...]
-    rematerialised: tuple[Node, ...]
-    duplicate_pages: PageIds
-    last_node: Node
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceEviction:
-    """What ``evict_device`` took off the device.
-
-    Attributes:
-        pages: Device pages nobody owns now; the caller frees them.
-        nodes: The nodes they belonged to, in eviction order. Those without host pages have left the tree.
-    """
-
-    pages: PageIds
-    nodes: tuple[Node, ...]
+__all__ = ["DeviceEviction", "HostHold", "HostInsertResult", "InsertResult", "Match", "Node", "RadixCache"]
 
 
 class RadixCache:
@@ -244,7 +41,8 @@ class RadixCache:
         root: Node of no tokens, on both tiers, never evicted.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, *, host_eviction: str = "lru") -> None:
+        """An empty tree; ``host_eviction`` is one of ``EVICTION_POLICIES``, the device's is least recently used."""
         if page_size < 1:
             raise ControllerError(f"page_size: {page_size}; expected an integer ≥ 1")
         self.page_size = page_size
@@ -252,10 +50,10 @@ class RadixCache:
         self._tick = 0
         self._device_total = self._host_total = 0
         self._device_evictable = self._host_evictable = 0
-        self._device_queue = _EvictionQueue(_is_device_candidate)
-        self._host_queue = _EvictionQueue(_is_host_candidate)
-        self.root = Node(self, None, _EMPTY)
-        self.root.device_pages = self.root.host_pages = _EMPTY
+        self._device_queue = EvictionQueue(lambda node: node.device_candidate, rank_named("lru"))
+        self._host_queue = EvictionQueue(lambda node: node.host_candidate, rank_named(host_eviction))
+        self.root = Node(self, None, EMPTY)
+        self.root.device_pages = self.root.host_pages = EMPTY
 
     @property
     def device_pages_total(self) -> int:
@@ -295,7 +93,9 @@ class RadixCache:
         last_node = path[-1] if path else self.root
         return Match(tuple(path[:split]), tuple(path[split:]), device_len, host_len, last_node)
 
-    def insert(self, tokens: Int64Array, pages: PageIds, tenancies: Int64Array, sources: Int64Array) -> InsertResult:
+    def insert(
+        self, tokens: Int64Array, pages: PageIds, tenancies: Int64Array, sources: Int64Array, *, priority: int = 0
+    ) -> InsertResult:
         """Hand the device pages of a sequence to the tree.
 
         Args:
@@ -303,6 +103,7 @@ class RadixCache:
             pages: ``(n,) int64`` device pages that hold them. Those the tree already owns at the same place (the
                 caller's matched prefix) stay the tree's.
             tenancies, sources: ``(n,) int64``, of ``pages``.
+            priority: Of the request that computed them.
 
         Returns:
             The pages left to the caller, and the nodes touched. A caller that goes on with the sequence must
@@ -333,16 +134,16 @@ class RadixCache:
         new_nodes: tuple[Node, ...] = ()
         if done < count:
             node = Node(self, last_node, tokens[done * self.page_size :].copy())
-            node.last_access = self._tick
-            last_node.children[self._key(node.tokens)] = node
+            self._hang(node, last_node)
+            node.uses, node.priority = 1, priority
             self._put_on_device(node, pages[done:], tenancies[done:], sources[done:])
             new_nodes, last_node = (node,), node
-        return InsertResult(new_nodes, tuple(rematerialised), _joined(duplicates), last_node)
+        return InsertResult(new_nodes, tuple(rematerialised), joined(duplicates), last_node)
 
     def lock(self, node: Node) -> None:
         """Protect ``node`` and its ancestors from eviction; partner of ``unlock``. Locks count."""
         self._in_tree(node, "lock")
-        for step in _up(node):
+        for step in upwards(node):
             step.lock_ref += 1
             self._hold(step)
 
@@ -351,15 +152,56 @@ class RadixCache:
         self._in_tree(node, "unlock")
         if node.lock_ref < 1 and node is not self.root:
             raise ControllerError(f"unlock: {node!r} is not locked")
-        for step in _up(node):
+        for step in upwards(node):
             step.lock_ref -= 1
             self._release(step)
 
-    def evict_device(self, n_pages: int) -> DeviceEviction:
+    def record_use(self, node: Node, priority: int) -> None:
+        """A request of ``priority`` was admitted with ``node`` and its ancestors, or has computed them."""
+        self._in_tree(node, "record_use")
+        for step in upwards(node):
+            step.uses += 1
+            step.priority = max(step.priority, priority)
+
+    def hold_host(self, nodes: Sequence[Node]) -> HostHold:
+        """Keep the host pages of ``nodes`` in host memory until ``release_host``. Holds count.
+
+        Raises:
+            ControllerError: One of them has no host pages.
+        """
+        for node in nodes:
+            self._in_tree(node, "hold_host")
+            if node.host_pages is None:
+                raise ControllerError(f"hold_host: {node!r} has no host pages")
+        hold = HostHold(list(nodes))
+        for node in nodes:
+            for step in upwards(node):
+                if step.host_pages is not None and step.host_evictable:
+                    self._host_evictable -= len(step.host_pages)
+                step.host_holds += 1
+        return hold
+
+    def release_host(self, hold: HostHold) -> None:
+        """End ``hold``; partner of ``hold_host``. ControllerError if it has ended before."""
+        if not hold.nodes:
+            raise ControllerError("release_host: the hold has ended before")
+        for node in hold.nodes:
+            for step in upwards(node):
+                step.host_holds -= 1
+                if step.host_pages is not None and step.host_evictable:
+                    self._host_evictable += len(step.host_pages)
+                self._queue(step)
+        hold.nodes.clear()
+
+    def evict_device(self, n_pages: int, *, before_drop: Callable[[Node], None] | None = None) -> DeviceEviction:
         """Give up at least ``n_pages`` device pages, least recently used nodes first, whole nodes at a time.
 
         Takes nodes that are not protected by a lock or a pin and have no child on the device. Those with host
         pages stay as host-only nodes. Frees fewer pages when there are no more candidates.
+
+        Args:
+            before_drop: Called with each node that is about to leave the tree for want of host pages. If it
+                attaches some, the node stays.
         """
         pages: list[PageIds] = []
         nodes: list[Node] = []
@@ -368,13 +210,15 @@ class RadixCache:
             node = self._device_queue.pop()
             if node is None:
                 break
+            if before_drop is not None and node.host_pages is None:
+                before_drop(node)
             pages.append(self._take_off_device(node))
             nodes.append(node)
             freed += len(pages[-1])
-        return DeviceEviction(_joined(pages), tuple(nodes))
+        return DeviceEviction(joined(pages), tuple(nodes))
 
     def evict_host(self, n_pages: int) -> PageIds:
-        """Give up at least ``n_pages`` host pages of host-only leaves, least recently used first.
+        """Give up at least ``n_pages`` host pages of host-only leaves, as the eviction policy ranks them.
 
         Returns:
             ``(m,) int64`` freed host pages, fewer than ``n_pages`` when there are no more candidates. Their
@@ -392,12 +236,12 @@ class RadixCache:
             self._host_total -= len(node.host_pages)
             self._host_evictable -= len(node.host_pages)
             self._remove(node)
-        return _joined(pages)
+        return joined(pages)
 
     def unbacked(self, node: Node) -> tuple[Node, ...]:
         """Nodes from the root to ``node`` that have no host pages, in the order ``attach_host`` accepts them."""
         self._in_tree(node, "unbacked")
-        return tuple(step for step in reversed(list(_up(node))) if step.host_pages is None)
+        return tuple(step for step in reversed(list(upwards(node))) if step.host_pages is None)
 
     def attach_host(self, node: Node, pages: PageIds) -> None:
         """Give ``node`` host pages: a write-back into them is about to be submitted. Then set ``backing_up``.
@@ -413,9 +257,7 @@ class RadixCache:
         if node.parent is None or node.parent.host_pages is None:
             raise ControllerError(f"attach_host: the parent of {node!r} has no host pages; back up parents first")
         self._check_length("attach_host", node, pages)
-        node.host_pages = pages.copy()
-        node._host_sources = node.sources
-        self._host_total += len(pages)
+        self._put_on_host(node, pages.copy(), node.sources)
 
     def attach_device(self, node: Node, pages: PageIds, tenancies: Int64Array) -> None:
         """Give a host-only ``node`` device pages: a load-back is about to be submitted. Then set ``loading``.
@@ -432,51 +274,81 @@ class RadixCache:
         self._check_length("attach_device", node, tenancies)
         self._put_on_device(node, pages.copy(), tenancies.copy(), node._host_sources)
 
+    def insert_host(self, tokens: Int64Array, first: int, pages: PageIds, sources: Int64Array) -> HostInsertResult:
+        """Hand host pages that were filled from elsewhere to the tree; nothing may be writing them any more.
+
+        The tree takes those it has no host page for, as long as everything before them is in host memory.
+
+        Args:
+            tokens: ``((first + n) * page_size,) int64`` from the start of the sequence.
+            first: Pages of ``tokens`` before the first of ``pages``.
+            pages: ``(n,) int64`` host pages with the contents of the ``n`` last pages of ``tokens``.
+            sources: ``(n,) int64`` tenancies that produced these, -1 where that was in another process.
+
+        Raises:
+            ControllerError: The lengths do not belong together.
+        """
+        total = first + len(pages)
+        if len(tokens) != total * self.page_size or len(sources) != len(pages):
+            raise ControllerError(
+                f"insert_host: {len(tokens)} tokens for {first} and {len(pages)} pages with {len(sources)} sources; "
+                f"expected {self.page_size} tokens per page, one source per host page"
+            )
+        tokens = self._whole_pages(tokens)
+        taken = np.zeros(len(pages), np.bool_)
+        nodes: list[Node] = []
+        done, last_node = 0, self.root
+        for node in self._walk(tokens):
+            end = done + self._pages_of(node)
+            if node.host_pages is None:
+                if done < first:
+                    return HostInsertResult(tuple(nodes), pages[~taken])
+                part = slice(done - first, end - first)
+                self._put_on_host(node, pages[part].copy(), sources[part].copy())
+                taken[part] = True
+                nodes.append(node)
+            done, last_node = end, node
+        if first <= done < total:
+            node = Node(self, last_node, tokens[done * self.page_size :].copy())
+            self._hang(node, last_node)
+            node.sources = sources[done - first :].copy()
+            self._put_on_host(node, pages[done - first :].copy(), node.sources)
+            self._host_evictable += len(node.sources)
+            self._queue(node)
+            taken[done - first :] = True
+            nodes.append(node)
+        return HostInsertResult(tuple(nodes), pages[~taken])
+
+    def path(self, node: Node) -> Int64Array:
+        """``(n,) int64`` tokens from the root to the end of ``node``."""
+        self._in_tree(node, "path")
+        return joined([step.tokens for step in reversed(list(upwards(node)))])
+
+    def clear(self) -> tuple[PageIds, PageIds]:
+        """Forget every prefix; returns the device pages and the host pages, which the caller frees.
+
+        Raises:
+            ControllerError: A node is locked, pinned or held. Nothing changed.
+        """
+        nodes = list(self.nodes())
+        for node in nodes:
+            if node._holds or node.host_holds:
+                raise ControllerError(f"clear: {node!r} is in use: {node.lock_ref} locks, or a transfer in flight")
+        device = joined([node.device_pages for node in nodes if node.device_pages is not None])
+        host = joined([node.host_pages for node in nodes if node.host_pages is not None])
+        for node in nodes:
+            node.parent = None
+            node.children = {}
+        self.root.children = {}
+        self.root._device_children = 0
+        self._device_total = self._host_total = self._device_evictable = self._host_evictable = 0
+        self._device_queue.clear()
+        self._host_queue.clear()
+        return device, host
+
     def check_invariants(self) -> None:
         """AssertionError unless all rules of this module hold. For tests: it visits every node."""
-        device: list[PageIds] = []
-        host: list[PageIds] = []
-        evictable = {"device": 0, "host": 0}
-        for node in self.nodes():
-            self._check_node(node)
-            for tier, pages, seen in (("device", node.device_pages, device), ("host", node.host_pages, host)):
-                if pages is not None:
-                    seen.append(pages)
-                    if not node._holds and (tier == "device" or node.device_pages is None):
-                        evictable[tier] += len(pages)
-        totals = (("device", device, self._device_total), ("host", host, self._host_total))
-        for tier, seen, total in totals:
-            pages = _joined(seen)
-            assert len(np.unique(pages)) == len(pages), f"two nodes own one {tier} page"
-            assert len(pages) == total, f"{len(pages)} {tier} pages in the tree, the counter says {total}"
-        counted = {"device": self._device_evictable, "host": self._host_evictable}
-        assert counted == evictable, f"evictable pages are {evictable}, the counters say {counted}"
-        self._device_queue.check_complete(self.nodes())
-        self._host_queue.check_complete(self.nodes())
-
-    def _check_node(self, node: Node) -> None:
-        parent, count = node.parent, self._pages_of(node)
-        assert parent is not None, f"{node!r}: no parent"
-        assert parent.children.get(self._key(node.tokens)) is node, f"{node!r}: its parent has another child there"
-        assert count * self.page_size == len(node.tokens) > 0, f"{node!r}: not a whole number of pages"
-        assert node.device_pages is not None or node.host_pages is not None, f"{node!r}: on no tier"
-        for pages in (node.device_pages, node.host_pages, node.sources):
-            assert pages is None or len(pages) == count, f"{node!r}: an array has {len(pages)} entries"
-        assert len(node.tenancies) == (0 if node.device_pages is None else count), f"{node!r}: tenancies"
-        assert len(node._host_sources) == (0 if node.host_pages is None else count), f"{node!r}: host sources"
-        assert node.device_pages is None or parent.device_pages is not None, f"{node!r}: parent not on the device"
-        assert node.host_pages is None or parent.host_pages is not None, f"{node!r}: parent not in host memory"
-        below = list(node.children.values())
-        assert node._device_children == sum(c.device_pages is not None for c in below), f"{node!r}: children"
-        assert node.lock_ref >= sum(child.lock_ref for child in below), f"{node!r}: fewer locks than below it"
-        assert node.lock_ref >= 0, f"{node!r}: lock_ref {node.lock_ref}"
-        own = node.lock_ref - sum(child.lock_ref for child in below)
-        own += sum(pin is not None and pin.active and pin.node is node for pin in (node._loading, node._backing_up))
-        assert node._holds == own + sum(child._holds for child in below), f"{node!r}: {node._holds} holds"
-        pinned = node.loading or node.backing_up
-        assert not pinned or node._holds, f"{node!r}: pinned, but not protected"
-        both = node.device_pages is not None and node.host_pages is not None
-        assert not pinned or both, f"{node!r}: pinned, but not on both tiers"
+        check_invariants(self)
 
     def _next_id(self) -> int:
         self._ids += 1
@@ -530,6 +402,7 @@ class RadixCache:
         upper = Node(self, parent, lower.tokens[:length].copy())  # a view would keep the whole alive
         parent.children[self._key(upper.tokens)] = upper
         upper.lock_ref, upper._holds, upper.last_access = lower.lock_ref, lower._holds, lower.last_access
+        upper.uses, upper.priority, upper.host_holds = lower.uses, lower.priority, lower.host_holds
         upper._loading, upper._backing_up = lower._loading, lower._backing_up
         lower.tokens, lower.parent = lower.tokens[length:].copy(), upper
         upper.children[self._key(lower.tokens)] = lower
@@ -546,7 +419,7 @@ class RadixCache:
     def _put_on_device(self, node: Node, pages: PageIds, tenancies: Int64Array, sources: Int64Array) -> None:
         parent = node.parent
         assert parent is not None  # the root is on the device from the start
-        if not node._holds and node.host_pages is not None:
+        if node.host_evictable:
             self._host_evictable -= len(pages)
         node.device_pages, node.tenancies, node.sources = pages, tenancies, sources
         parent._device_children += 1
@@ -555,19 +428,29 @@ class RadixCache:
             self._device_evictable += len(pages)
         self._queue(node)
 
+    def _put_on_host(self, node: Node, pages: PageIds, sources: Int64Array) -> None:
+        node.host_pages, node._host_sources = pages, sources
+        self._host_total += len(pages)
+
+    def _hang(self, node: Node, parent: Node) -> None:
+        """Put a new node into the tree."""
+        node.last_access = self._tick
+        parent.children[self._key(node.tokens)] = node
+
     def _take_off_device(self, node: Node) -> PageIds:
         parent, pages = node.parent, node.device_pages
         assert parent is not None
         assert pages is not None  # the caller looked
         self._device_total -= len(pages)
         self._device_evictable -= len(pages)
-        node.device_pages, node.tenancies = None, _EMPTY
+        node.device_pages, node.tenancies = None, EMPTY
         parent._device_children -= 1
         if node.host_pages is None:
             self._remove(node)
         else:
             node.sources = node._host_sources
-            self._host_evictable += len(node.host_pages)
+            if node.host_evictable:
+                self._host_evictable += len(node.host_pages)
             self._queue(node)
         self._queue(parent)
         return pages
@@ -595,10 +478,10 @@ class RadixCache:
     def _count_evictable(self, node: Node, sign: int) -> None:
         if node.device_pages is not None:
             self._device_evictable += sign * len(node.device_pages)
-        elif node.host_pages is not None:
+        elif node.host_pages is not None and not node.host_holds:
             self._host_evictable += sign * len(node.host_pages)
 
-    def _pin(self, node: Node, pin: _Pin | None, pinned: bool, what: str) -> _Pin | None:
+    def _pin(self, node: Node, pin: Pin | None, pinned: bool, what: str) -> Pin | None:
         active = pin is not None and pin.active
         if pinned:
             self._in_tree(node, what)
@@ -606,12 +489,12 @@ class RadixCache:
                 raise PagePinned(f"{what}: {node!r} is held by one that is in flight")
             if node.device_pages is None or node.host_pages is None or node is self.root:
                 raise ControllerError(f"{what}: {node!r} needs pages on both tiers; attach them first")
-            for step in _up(node):
+            for step in upwards(node):
                 self._hold(step)
-            return _Pin(node)
+            return Pin(node)
         if pin is not None and active:
             pin.active = False
-            for step in _up(pin.node):
+            for step in upwards(pin.node):
                 self._release(step)
         return None
 
@@ -619,28 +502,3 @@ class RadixCache:
         """Make ``node`` findable by the eviction it has become a candidate of, if any."""
         self._device_queue.offer(node)
         self._host_queue.offer(node)
-
-
-def _is_device_candidate(node: Node) -> bool:
-    return node.device_pages is not None and not node._holds and not node._device_children and node.parent is not None
-
-
-def _is_host_candidate(node: Node) -> bool:
-    return (
-        node.device_pages is None
-        and node.host_pages is not None
-        and not node._holds
-        and not node.children
-        and node.parent is not None
-    )
-
-
-def _up(node: Node) -> Iterator[Node]:
-    """``node`` and its ancestors, the root excluded."""
-    while node.parent is not None:
-        yield node
-        node = node.parent
-
-
-def _joined(parts: list[Int64Array]) -> Int64Array:
-    return np.concatenate(parts) if parts else _EMPTY.copy()

@@ -3,7 +3,8 @@
 One step, in this order, on one thread::
 
     acknowledge old transfers
-    choose the next batch (admit with load-back, else decode, retract if pages run out)
+    choose the next batch (a prompt's next chunk, admission with load-back, else decode; retract if pages run out),
+        submitting write-backs of pages before they are evicted
     submit load-backs                       <- may reuse pages that the round in flight still writes
     launch the batch's round
     submit write-backs: of handled results, or early, of what the launched round will write
@@ -20,87 +21,46 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Final
 
 import numpy as np
 
 from hicache_obs.controller.allocator import PageAllocator
-from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, RoundResult
+from hicache_obs.controller.backups import Backups
+from hicache_obs.controller.batch import BatchMode, ForwardBatch, RoundResult
+from hicache_obs.controller.batch_builder import BatchBuilder
+from hicache_obs.controller.batch_metadata import BatchMetadata
 from hicache_obs.controller.cache_controller import CacheController
 from hicache_obs.controller.fence_policy import InFlight
 from hicache_obs.controller.layer_done import Ticket
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import ModelRunner
+from hicache_obs.controller.page_table import PageTable
 from hicache_obs.controller.radix_cache import Node, RadixCache
+from hicache_obs.controller.request_pages import RequestPages
+from hicache_obs.controller.request_state import PrefillRow, RequestState, Waiting
+from hicache_obs.controller.scheduler_options import SchedulerOptions
+from hicache_obs.controller.storage_control import StorageControl
 from hicache_obs.controller.workloads import Request
-from hicache_obs.errors import ControllerError, OutOfPages
-from hicache_obs.records import Mode, PageIds, pack_rows
+from hicache_obs.errors import ConfigError, ControllerError
+from hicache_obs.records import PageIds
 from hicache_obs.streams.protocol import Stream
 
 ACK_DISTANCE: Final = 2
 """Transfers are acknowledged this many steps after submission: their consuming round has been handled by then."""
-_NONE: Final[Int64Array] = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOptions:
-    """Limits of one scheduler.
-
-    Attributes:
-        max_running: Requests in decode at once.
-        max_extend_rows, max_extend_tokens: Limits of one prefill round; one request may exceed the second.
-        host_tier: Back prefixes up to host memory and restore them. Off: the reference run.
-        early_backup: Write a prompt back as soon as the round that computes it is launched, instead of when its
-            result is handled. The host copy exists one round earlier, and nothing but the write fence keeps the
-            copy from reading pages before they are written.
-        poll_acks: Before a step, also release the transfers that a query shows to be complete. Their pages may be
-            evicted up to ``ACK_DISTANCE`` steps earlier, but what the scheduler does then depends on device timing.
-    """
-
-    max_running: int = 16
-    max_extend_rows: int = 4
-    max_extend_tokens: int = 4096
-    host_tier: bool = True
-    early_backup: bool = False
-    poll_acks: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _State:
-    """A request between admission and finish or retraction.
-
-    Attributes:
-        tokens: Prompt and the output tokens the host has seen.
-        launched_len: Tokens in the KV cache once every launched round is done.
-        page_count: Used entries of the request's row in the page table.
-        slot: Row of the page table and entry of the device token buffer.
-        locked: Tree node this request holds.
-        last_round, last_stream: Newest round that has a row of it, and the stream that runs it.
-        remaining: Output tokens still to be handled.
-    """
-
-    request: Request
-    tokens: list[int]
-    remaining: int
-    slot: int
-    launched_len: int
-    page_count: int
-    locked: Node
-    last_round: int = 0
-    last_stream: int = 0
-    alive: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """A round in flight, its stream, and the requests of its rows."""
+    """A round in flight, its stream, and its rows: the request, and whether the row samples its next token."""
 
     result: RoundResult
     stream: Stream
-    states: tuple[_State, ...]
-    extend: bool
+    rows: tuple[tuple[RequestState, bool], ...]
+    mode: BatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,73 +78,121 @@ class Restored:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What the scheduler did."""
+    """What the scheduler did.
+
+    Attributes:
+        rounds, extend_rounds: Launched; prefill rounds among them.
+        chunks: Rows of prefill rounds that were not the last of their prompt.
+        finished, aborted, retractions: Requests.
+        resumed_pages: Pages of retracted requests that were not computed again.
+        output_tokens: Handled.
+    """
 
     rounds: int = 0
     extend_rounds: int = 0
+    chunks: int = 0
     finished: int = 0
+    aborted: int = 0
     retractions: int = 0
+    resumed_pages: int = 0
     output_tokens: int = 0
-    evicted_device_pages: int = 0
-    evicted_host_pages: int = 0
 
 
-@dataclass(eq=False)
 class Scheduler:
     """Runs requests to completion on one model runner. Not thread-safe.
 
     Attributes:
         runner, controller, radix, in_flight, device_pages, host_pages, ledger, options: Its parts; the two
             ``pages`` are the pools' allocators.
+        table, backups, pages: The requests' pages, the write policy, and what moves pages between them.
+        metadata: What rounds share; ``None`` if each brings its own.
+        storage: The third tier, ``None`` without one; see ``use_storage``.
+        before_batch: Called before a batch is chosen: where pages are moved. Defaults to nothing.
         before_launch, after_submit: Called before a round is launched and after the step's load-backs were
             submitted; the demo's writer gate hangs here. Both default to nothing.
-        on_alloc, on_free: Told of device page ownership: ``(owner, pages)``.
+        on_move: Told of pages that have moved: ``(step, old, new)``.
         on_round: Told of every launched round and the requests of its rows: ``(round_id, request_ids)``.
         on_discard: Told which of them the host had given up before it handled the round: ``(round_id, request_ids)``.
+        counters: What it did.
         outputs: Output tokens of finished requests, by request id.
         restored: Every restored page, by ledger tenancy.
     """
 
-    runner: ModelRunner
-    controller: CacheController
-    radix: RadixCache
-    in_flight: InFlight
-    device_pages: PageAllocator
-    host_pages: PageAllocator
-    ledger: ContentLedger
-    options: SchedulerOptions
-    before_launch: Callable[[], None] | None = None
-    after_submit: Callable[[], None] | None = None
-    on_alloc: Callable[[int, PageIds], None] | None = None
-    on_free: Callable[[int, PageIds], None] | None = None
-    on_round: Callable[[int, tuple[int, ...]], None] | None = None
-    on_discard: Callable[[int, PageIds], None] | None = None
-    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
-    outputs: dict[int, list[int]] = field(default_factory=dict)
-    restored: dict[int, Restored] = field(default_factory=dict)
-    _waiting: deque[tuple[Request, list[int], int]] = field(default_factory=deque)
-    _running: list[_State] = field(default_factory=list)
-    _launched: _Launched | None = None
-    _step: int = 0
-    _version: int = 0
-    _decode_reads: tuple[int, PageIds] = (-1, _NONE)
-    _decode_rows: tuple[int, bytes, PageIds] = (-1, b"", _NONE)
-    _last_forward: Stream | None = None
-
-    def __post_init__(self) -> None:
-        slots = len(self.runner.token_buffer)
-        if self.options.max_running > slots:
-            raise ControllerError(f"max_running: {self.options.max_running}; the token buffer has {slots} slots")
-        self._free_slots = list(range(self.options.max_running - 1, -1, -1))
-        width = self.device_pages.pages
-        self._table = np.zeros((self.options.max_running, width), np.int64)
-        self._tenancy_table = np.zeros((self.options.max_running, width), np.int64)
-        self._source_table = np.zeros((self.options.max_running, width), np.int64)
+    def __init__(
+        self,
+        runner: ModelRunner,
+        controller: CacheController,
+        radix: RadixCache,
+        in_flight: InFlight,
+        device_pages: PageAllocator,
+        host_pages: PageAllocator,
+        ledger: ContentLedger,
+        options: SchedulerOptions,
+    ) -> None:
+        slots = len(runner.token_buffer)
+        if options.max_running > slots:
+            raise ControllerError(f"max_running: {options.max_running}; the token buffer has {slots} slots")
+        if options.chunked_prefill and options.max_extend_tokens < radix.page_size:
+            raise ConfigError(
+                f"max_extend_tokens: {options.max_extend_tokens}; chunks are whole pages, expected at least "
+                f"{radix.page_size}"
+            )
+        self.runner = runner
+        self.controller = controller
+        self.radix = radix
+        self.in_flight = in_flight
+        self.device_pages = device_pages
+        self.host_pages = host_pages
+        self.ledger = ledger
+        self.options = options
+        self.table = PageTable(options.max_running, device_pages.pages, radix.page_size)
+        self.backups = Backups(controller, radix, host_pages, options)
+        self.pages = RequestPages(radix, device_pages, ledger, self.table, self.backups)
+        self.pages.before_free = self._submit_evictions
+        self.metadata: BatchMetadata | None = None
+        if options.barrier != "private":
+            self.metadata = BatchMetadata(runner.device, options.max_running, options.barrier)
+        self.storage: StorageControl | None = None
+        self.before_batch: Callable[[], None] | None = None
+        self.before_launch: Callable[[], None] | None = None
+        self.after_submit: Callable[[], None] | None = None
+        self.on_move: Callable[[int, PageIds, PageIds], None] | None = None
+        self.on_round: Callable[[int, tuple[int, ...]], None] | None = None
+        self.on_discard: Callable[[int, PageIds], None] | None = None
+        self.counters = SchedulerCounters()
+        self.outputs: dict[int, list[int]] = {}
+        self.restored: dict[int, Restored] = {}
+        self._builder = BatchBuilder(self.table)
+        self._waiting: deque[Waiting] = deque()
+        self._running: list[RequestState] = []
+        self._free_slots = list(range(options.max_running - 1, -1, -1))
+        self._launched: _Launched | None = None
+        self._decode_next = False
+        self._step = 0
+        self._last_forward: Stream | None = None
 
     @property
     def done(self) -> bool:
         """Every submitted request has finished and no round is in flight."""
         return not self._waiting and not self._running and self._launched is None
+
+    @property
+    def on_alloc(self) -> Callable[[int, PageIds], None] | None:
+        """Told of device pages that are given out: ``(owner, pages)``."""
+        return self.pages.on_alloc
+
+    @on_alloc.setter
+    def on_alloc(self, told: Callable[[int, PageIds], None] | None) -> None:
+        self.pages.on_alloc = told
+
+    @property
+    def on_free(self) -> Callable[[int, PageIds], None] | None:
+        """Told of device pages that are given back: ``(owner, pages)``."""
+        return self.pages.on_free
+
+    @on_free.setter
+    def on_free(self, told: Callable[[int, PageIds], None] | None) -> None:
+        self.pages.on_free = told
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests in order.
@@ -199,7 +207,12 @@ class Scheduler:
                 raise ControllerError(
                     f"request {request.request_id}: needs {need} device pages, the pool has {self.device_pages.pages}"
                 )
-            self._waiting.append((request, request.prompt.tolist(), request.output_length))
+            self._waiting.append(Waiting(request, request.prompt.tolist(), request.output_length))
+
+    def use_storage(self, storage: StorageControl) -> None:
+        """Use a third tier from now on."""
+        self.storage = storage
+        self.controller.on_backed_up = storage.backed_up
 
     def step(self) -> None:
         """One scheduler step; see the module's docstring."""
@@ -207,31 +220,113 @@ class Scheduler:
         self.controller.acknowledge(self._step - ACK_DISTANCE)
         if self.options.poll_acks:
             self.controller.acknowledge_complete()
-        batch, states = self._next_batch()
+        if self.storage is not None:
+            self.storage.poll()
+            self.storage.look(list(islice(self._waiting, self.storage.config.lookahead)))
+        if self.metadata is not None:
+            self.metadata.barrier(self._forward_stream())
         self._set_fence_streams()
+        if self.before_batch is not None:
+            self.before_batch()
+        batch, rows = self._next_batch()
+        self._submit_evictions()
         ticket = self.controller.start_loading(self._step)
         if self.after_submit is not None:
             self.after_submit()
         launched = None
         if batch is not None:
-            launched = self._launch(batch, states, ticket)
-            if batch.mode is BatchMode.EXTEND:
-                for state, cached in zip(states, batch.prefix_lens.tolist(), strict=True):
-                    self._cache_prompt(state, cached)
+            launched = self._launch(batch, rows, ticket)
         # Also when nothing can run: a queued write-back pins the very pages that are missing.
         self._set_fence_streams()
         self.controller.start_writing(self._step)
         if self._launched is not None:
             self._handle(self._launched)
+        elif launched is None and self.storage is not None:
+            self.storage.wait(self._waiting)
         self._launched = launched
 
+    def move_pages(self, pages: PageIds, tenancies: PageIds) -> None:
+        """Device pages have moved: running requests use the new ones.
+
+        Args:
+            pages: ``(device pages,) int64``: where each page is now.
+            tenancies: Likewise: its new tenancy, -1 for a page that has not moved.
+        """
+        for state in self._running:
+            self.table.move(state, pages, tenancies)
+        moved = np.flatnonzero(tenancies >= 0)
+        for page in moved.tolist():
+            self.restored[int(tenancies[page])] = Restored(int(pages[page]), self._step)
+        if self.on_move is not None:
+            self.on_move(self._step, moved, pages[moved])
+
     def drain(self) -> None:
-        """Acknowledge everything in flight; call when ``done``."""
+        """Submit and acknowledge all transfers that are queued or in flight. Blocks."""
         self._set_fence_streams()
+        self._submit_evictions()
         self.controller.start_writing(self._step)
         if self.after_submit is not None:
             self.after_submit()
         self.controller.acknowledge(self._step)
+
+    def flush(self) -> int:
+        """Forget every cached prefix on both tiers, after all transfers in flight are over. Blocks.
+
+        Returns:
+            Pages given back, of both tiers.
+
+        Raises:
+            ControllerError: A request is waiting, running or in a round in flight; or storage is still at work on
+                host pages after its timeout. Nothing was forgotten.
+        """
+        if not self.done:
+            raise ControllerError(
+                f"flush: {len(self._waiting)} requests wait and {len(self._running)} run; finish or abort them first"
+            )
+        self.drain()
+        if self.storage is not None and not self.storage.drain():
+            raise ControllerError(
+                f"flush: storage has not answered for {self.storage.config.close_timeout_s:g} s, and may still use "
+                "host pages; try again, or close the engine"
+            )
+        device, host = self.radix.clear()
+        self.pages.free(-1, device)
+        self.backups.free(host)
+        return len(device) + len(host)
+
+    def abort(self) -> list[int]:
+        """Give up every request that has not finished; blocks until the round in flight is over.
+
+        Returns:
+            Their ids. They have no ``outputs``.
+        """
+        aborted = [waiting.request.request_id for waiting in self._waiting]
+        aborted += [state.request.request_id for state in self._running]
+        for waiting in self._waiting:
+            if waiting.hold is not None:
+                self.radix.release_host(waiting.hold)
+        self._waiting.clear()
+        for state in self._running:
+            self.pages.give_up(state)
+            self._free_slots.append(state.slot)
+        self._running.clear()
+        if self._launched is not None:
+            self._handle(self._launched)
+            self._launched = None
+        self._decode_next = False
+        if self.storage is not None:
+            self.storage.aborted()
+        self.counters.aborted += len(aborted)
+        return sorted(aborted)
+
+    def reset(self) -> list[int]:
+        """``abort``, then ``flush``: afterwards both pools are empty, whatever was in flight. Blocks."""
+        aborted = self.abort()
+        self.flush()
+        return aborted
+
+    def _submit_evictions(self) -> None:
+        self.controller.start_evicting(self._step)
 
     def _set_fence_streams(self) -> None:
         """Bind the fences to the runner's forward stream of now; a controller without them is left alone."""
@@ -254,362 +349,172 @@ class Scheduler:
 
     # -- choosing a batch --------------------------------------------------------------------------------------
 
-    def _next_batch(self) -> tuple[ForwardBatch | None, tuple[_State, ...]]:
-        """The next round and its rows' requests; ``None`` when nothing can run."""
-        admitted = self._admit()
-        if admitted:
-            return self._extend_batch(admitted), tuple(state for state, _ in admitted)
+    def _next_batch(self) -> tuple[ForwardBatch | None, list[PrefillRow]]:
+        """The next round, and its rows if it is a prefill round; ``None`` when nothing can run."""
+        decode_next, self._decode_next = self._decode_next and any(not s.prefilling for s in self._running), False
+        rows = [] if decode_next else self._prefill_rows()
+        if rows:
+            self._decode_next = any(not row.final for row in rows)
+            self.counters.chunks += sum(not row.final for row in rows)
+            return self._builder.extend(self._next_round(BatchMode.EXTEND), rows), rows
         self._make_room()
-        if not self._running:
-            return None, ()
-        return self._decode_batch(), tuple(self._running)
+        states = self._decoding()
+        if not states:
+            return None, []
+        batch = self._builder.decode(self._next_round(BatchMode.DECODE), states)
+        for state in states:
+            state.launched_len += 1
+        return batch, []
 
-    def _admit(self) -> list[tuple[_State, int]]:
-        """Admit waiting requests; returns each with its number of cached tokens."""
-        admitted: list[tuple[_State, int]] = []
-        budget = self.options.max_extend_tokens
-        while self._waiting and self._free_slots and len(admitted) < self.options.max_extend_rows:
-            request, tokens, remaining = self._waiting[0]
-            found = self._admit_one(request, tokens, remaining, budget if admitted else None)
-            if found is None:
+    def _decoding(self) -> list[RequestState]:
+        return [state for state in self._running if not state.prefilling]
+
+    def _next_round(self, mode: BatchMode) -> int:
+        self.counters.rounds += 1
+        self.counters.extend_rounds += mode is BatchMode.EXTEND
+        return self.counters.rounds
+
+    def _prefill_rows(self) -> list[PrefillRow]:
+        """The next chunk of a prompt that was begun, and newly admitted requests."""
+        rows = [self._next_chunk(state, self.options.max_extend_tokens) for state in self._running if state.prefilling]
+        budget = self.options.max_extend_tokens - sum(row.end - row.start for row in rows)
+        while self._waiting and self._free_slots and len(rows) < self.options.max_extend_rows:
+            if rows and not rows[-1].final:
+                break  # the round's budget is spent
+            waiting = self._next_waiting()
+            row = None if waiting is None else self._admit(waiting, budget, alone=not rows)
+            if waiting is None or row is None:
                 break
-            self._waiting.popleft()
-            admitted.append(found)
-            budget -= len(tokens) - found[1]
-        self._running.extend(state for state, _ in admitted)
-        return admitted
+            self._waiting.remove(waiting)
+            self._running.append(row.state)
+            rows.append(row)
+            budget -= row.end - row.start
+        return rows
 
-    def _admit_one(
-        self, request: Request, tokens: list[int], remaining: int, budget: int | None
-    ) -> tuple[_State, int] | None:
+    def _next_waiting(self) -> Waiting | None:
+        """The first waiting request whose prefix is not on its way from storage."""
+        if self.storage is None:
+            return self._waiting[0]
+        return next((waiting for waiting in self._waiting if not self.storage.holds_back(waiting)), None)
+
+    def _next_chunk(self, state: RequestState, budget: int) -> PrefillRow:
+        """The request's next tokens, whole pages unless they are its last."""
+        start, end = state.launched_len, len(state.tokens)
+        if self.options.chunked_prefill and end - start > budget:
+            size = self.radix.page_size
+            end = start + budget // size * size
+        state.launched_len = end
+        state.prefilling = end < len(state.tokens)
+        return PrefillRow(state, start, end)
+
+    def _admit(self, waiting: Waiting, budget: int, *, alone: bool) -> PrefillRow | None:
         """Match, lock, restore and allocate for one request; ``None``, with nothing changed, if it must wait."""
-        size = self.radix.page_size
+        size, tokens = self.radix.page_size, waiting.tokens
         prompt = np.asarray(tokens, np.int64)
         match = self.radix.match(prompt[: (len(tokens) - 1) // size * size])  # at least one token to compute
-        path = match.device_nodes + match.host_nodes
         cached = match.device_len + match.host_len
-        if budget is not None and len(tokens) - cached > budget:
+        least = min(len(tokens) - cached, size) if self.options.chunked_prefill else len(tokens) - cached
+        if least > budget and not alone:
             return None
         fresh = -(-len(tokens) // size) - cached // size
-        last = path[-1] if path else self.radix.root
+        last = match.last_node
         self.radix.lock(last)
-        if not self._room(match.host_len // size + fresh):  # optimistic: decode rows may have to retract one later
+        if not self.pages.room(match.host_len // size + fresh):  # optimistic: decode rows may have to retract one later
             self.radix.unlock(last)
             return None
-        slot = self._free_slots.pop()
-        state = _State(request, tokens, remaining, slot, len(tokens), 0, last)
-        self._append(state, match.device_pages(), match.tenancies(), match.sources())
+        state = RequestState(waiting.request, tokens, waiting.remaining, self._free_slots.pop(), cached, 0, last)
+        self.table.append(state, match.device_pages(), match.tenancies(), match.sources())
         for node in match.host_nodes:
             self._load(node, state)
-        self._grow(state, fresh)
-        return state, cached
+        self.pages.grow(state, fresh)
+        if waiting.hold is not None:
+            self.radix.release_host(waiting.hold)
+            self.counters.resumed_pages += cached // size
+        if self.storage is not None:
+            self.storage.admitted(waiting.request.request_id)
+        self.radix.record_use(last, waiting.request.priority)
+        self.backups.used(last)
+        return self._next_chunk(state, budget)
 
-    def _load(self, node: Node, state: _State) -> None:
+    def _load(self, node: Node, state: RequestState) -> None:
         assert node.host_pages is not None  # match calls it a host node
-        pages, tenancies = self._alloc(state.request.request_id, len(node.host_pages))
+        pages, tenancies = self.pages.alloc(state.request.request_id, len(node.host_pages))
         self.controller.load(node, pages, tenancies)
         for page, tenancy in zip(pages.tolist(), tenancies.tolist(), strict=True):
             self.restored[tenancy] = Restored(page, self._step)
-        self._append(state, pages, tenancies, node.sources)
+        self.table.append(state, pages, tenancies, node.sources)
 
     def _make_room(self) -> None:
-        """Give each running request a slot for its next token; retract the newest while pages run out."""
+        """Give each decoding request a slot for its next token; retract the newest while pages run out."""
         size = self.radix.page_size
-        for state in list(self._running):
+        for state in self._decoding():
             while state.alive and state.launched_len >= state.page_count * size:
-                if self._room(1):
-                    self._grow(state, 1)
+                if self.pages.room(1):
+                    self.pages.grow(state, 1)
                 else:
                     self._retract(self._running[-1])
 
-    def _retract(self, state: _State) -> None:
-        """Take a request's pages while its launched round still writes them; it starts over later."""
+    def _retract(self, state: RequestState) -> None:
+        """Take a request's pages while its launched round still writes them; it goes on, or starts over, later."""
         self.counters.retractions += 1
-        self._release(state, cache=False)
-        self._running.remove(state)
-        self._waiting.appendleft((state.request, state.tokens, state.remaining))
-
-    # -- pages -------------------------------------------------------------------------------------------------
-
-    def _room(self, pages: int) -> bool:
-        """Evict until ``pages`` are free, if that is possible."""
-        missing = pages - self.device_pages.available
-        if missing > self.radix.device_evictable_pages:
-            return False
-        if missing > 0:
-            evicted = self.radix.evict_device(missing).pages
-            self.counters.evicted_device_pages += len(evicted)
-            self._free(-1, evicted, cold=True)
-        return True
-
-    def _alloc(self, owner: int, count: int) -> tuple[PageIds, Int64Array]:
-        pages = self.device_pages.alloc(count)
-        if self.on_alloc is not None and count:
-            self.on_alloc(owner, pages)
-        return pages, self.ledger.open(count)
-
-    def _free(self, owner: int, pages: PageIds, *, cold: bool = False) -> None:
-        if self.on_free is not None and len(pages):
-            self.on_free(owner, pages)
-        self.device_pages.free(pages, cold=cold)
-
-    def _grow(self, state: _State, count: int) -> None:
-        pages, tenancies = self._alloc(state.request.request_id, count)
-        self._append(state, pages, tenancies, tenancies)
-
-    def _append(self, state: _State, pages: PageIds, tenancies: Int64Array, sources: Int64Array) -> None:
-        start, end = state.page_count, state.page_count + len(pages)
-        self._table[state.slot, start:end] = pages
-        self._tenancy_table[state.slot, start:end] = tenancies
-        self._source_table[state.slot, start:end] = sources
-        state.page_count = end
-        self._version += 1
-
-    def _release(self, state: _State, *, cache: bool) -> None:
-        """Hand the request's full pages to the tree (or not) and free the rest, stamped with its last round."""
-        self._stamp(state, state.launched_len - 1)
-        # The newest token's KV is written by the overrun row: it is not part of the cached sequence.
-        full = min(len(state.tokens) - 1, state.launched_len) // self.radix.page_size
-        if cache:
-            left = self._insert(state, full)
-            self._write_through(state.locked)
+        hold = None
+        if self.options.host_tier and self.options.retraction == "backup":
+            hold = self.pages.set_aside(state)
         else:
-            left = self._owned(state)
-        self.radix.unlock(state.locked)
-        self._free(state.request.request_id, left)
+            self.pages.give_up(state)
         self._free_slots.append(state.slot)
-        self._version += 1
-        state.alive = False
-
-    def _stamp(self, state: _State, kept: int) -> None:
-        """Stamp the request's pages with its newest round, which writes past the first ``kept`` tokens."""
-        pages = self._pages(state)
-        written = pages[kept // self.radix.page_size :]
-        self.device_pages.stamp(pages, state.last_stream, state.last_round, mode=Mode.READ)
-        self.device_pages.stamp(written, state.last_stream, state.last_round)
-
-    def _pages(self, state: _State) -> PageIds:
-        pages: PageIds = self._table[state.slot, : state.page_count].copy()
-        return pages
-
-    def _owned(self, state: _State) -> PageIds:
-        """Pages of the request that the tree does not own: those behind its locked node."""
-        shared = 0
-        node = state.locked
-        while node.parent is not None:
-            shared += len(node.tokens) // self.radix.page_size
-            node = node.parent
-        return self._pages(state)[shared:]
-
-    def _insert(self, state: _State, full: int) -> PageIds:
-        """Insert the first ``full`` pages into the tree and move the request's lock there.
-
-        Returns:
-            The request's own pages that the tree did not take: duplicates, and those behind the first ``full``.
-        """
-        slot, size = state.slot, self.radix.page_size
-        pages, mine = self._pages(state)[:full], self._owned(state)
-        inserted = self.radix.insert(
-            np.asarray(state.tokens[: full * size], np.int64),
-            pages,
-            self._tenancy_table[slot, :full],
-            self._source_table[slot, :full],
-        )
-        self.radix.lock(inserted.last_node)
-        self.radix.unlock(state.locked)
-        state.locked = inserted.last_node
-        self._adopt(state, full)
-        taken = np.isin(mine, pages) & ~np.isin(mine, inserted.duplicate_pages)
-        left: PageIds = mine[~taken]
-        return left
-
-    def _adopt(self, state: _State, full: int) -> None:
-        """Use the tree's pages for the first ``full`` ones: where it had them already, ours were duplicates."""
-        chain: list[Node] = []
-        node = state.locked
-        while node.parent is not None:
-            chain.append(node)
-            node = node.parent
-        end = full
-        for node in chain:
-            assert node.device_pages is not None  # just inserted
-            start = end - len(node.device_pages)
-            self._table[state.slot, start:end] = node.device_pages
-            self._tenancy_table[state.slot, start:end] = node.tenancies
-            self._source_table[state.slot, start:end] = node.sources
-            end = start
-        self._version += 1
-
-    def _cache_prompt(self, state: _State, cached: int) -> None:
-        """The launched round writes the prompt's KV past its first ``cached`` tokens: share the full pages.
-
-        Pages whose contents the tree already has are duplicates and are freed.
-        """
-        self._stamp(state, cached)
-        full = state.launched_len // self.radix.page_size
-        left = self._insert(state, full)
-        if self.options.early_backup:
-            self._write_through(state.locked)
-        self._free(state.request.request_id, left[: len(left) - (state.page_count - full)])
-
-    def _write_through(self, node: Node) -> None:
-        """Queue write-backs for every node up to ``node`` that host memory does not have yet."""
-        if not self.options.host_tier:
-            return
-        for step in self.radix.unbacked(node):
-            if step.device_pages is None:
-                return
-            count = len(step.device_pages)
-            missing = count - self.host_pages.available
-            if missing > 0:
-                freed = self.radix.evict_host(missing)
-                self.counters.evicted_host_pages += len(freed)
-                self.host_pages.free(freed)
-            try:
-                pages = self.host_pages.alloc(count)
-            except OutOfPages:
-                return  # host memory is full of pinned prefixes: this one is not backed up
-            self.controller.write(step, pages)
+        self._running.remove(state)
+        self._waiting.appendleft(Waiting(state.request, state.tokens, state.remaining, hold))
 
     # -- rounds ------------------------------------------------------------------------------------------------
 
-    def _extend_batch(self, admitted: list[tuple[_State, int]]) -> ForwardBatch:
-        states = [state for state, _ in admitted]
-        cached = np.array([length for _, length in admitted], np.int64)
-        total = np.array([len(state.tokens) for state in states], np.int64)
-        new = [np.asarray(state.tokens[length:], np.int64) for state, length in admitted]
-        slots = np.array([state.slot for state in states], np.int64)
-        size = self.radix.page_size
-        rows = [self._pages(state) for state in states]
-        writes = [row[length // size :] for row, (_, length) in zip(rows, admitted, strict=True)]
-        return self._batch(
-            BatchMode.EXTEND,
-            slots,
-            np.concatenate(new),
-            cached,
-            total - cached,
-            np.unique(np.concatenate(rows)),
-            np.unique(np.concatenate(writes)),
-            self._restored_cells(slots, cached // size),
-            pack_rows(
-                [state.request.request_id for state in states],
-                rows,
-                (-(-cached // size)).tolist(),
-                [len(pages) for pages in writes],
-            ),
-        )
-
-    def _restored_cells(self, slots: Int64Array, counts: Int64Array) -> tuple[PageIds, Int64Array, Int64Array]:
-        """Pages, tenancies and sources of the restored pages among the first ``counts`` pages of ``slots``."""
-        row = np.repeat(slots, counts)
-        column = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        tenancies = self._tenancy_table[row, column]
-        restored = np.flatnonzero(tenancies != self._source_table[row, column])
-        _, first = np.unique(tenancies[restored], return_index=True)  # rows may share pages
-        cells = row[restored[first]], column[restored[first]]
-        return self._table[cells], self._tenancy_table[cells], self._source_table[cells]
-
-    def _decode_batch(self) -> ForwardBatch:
-        states = self._running
-        slots = np.array([state.slot for state in states], np.int64)
-        lengths = np.array([state.launched_len for state in states], np.int64)
-        tails = self._table[slots, lengths // self.radix.page_size]
-        version, reads = self._decode_reads
-        if version != self._version:
-            reads = np.unique(np.concatenate([self._pages(state) for state in states]))
-            self._decode_reads = (self._version, reads)
-        batch = self._batch(
-            BatchMode.DECODE,
-            slots,
-            _NONE,
-            lengths,
-            np.ones(len(states), np.int64),
-            reads,
-            np.sort(tails),
-            (_NONE, _NONE, _NONE),
-            self._decode_row_ids(states, -(-lengths // self.radix.page_size)),
-        )
-        for state in states:
-            state.launched_len += 1
-        return batch
-
-    def _decode_row_ids(self, states: Sequence[_State], read_counts: Int64Array) -> PageIds:
-        """``pack_rows`` of a decode round; the last round's array if nothing has changed."""
-        key = self._version, read_counts.tobytes()
-        if self._decode_rows[:2] != key:
-            requests, pages = [state.request.request_id for state in states], [self._pages(state) for state in states]
-            self._decode_rows = *key, pack_rows(requests, pages, read_counts.tolist(), [1] * len(states))
-        return self._decode_rows[2]
-
-    def _batch(
-        self,
-        mode: BatchMode,
-        slots: Int64Array,
-        tokens: Int64Array,
-        cached: Int64Array,
-        new: Int64Array,
-        reads: PageIds,
-        writes: PageIds,
-        checks: tuple[PageIds, Int64Array, Int64Array],
-        rows: PageIds,
-    ) -> ForwardBatch:
-        width = int((-(-(cached + new) // self.radix.page_size)).max())
-        self.counters.rounds += 1
-        self.counters.extend_rounds += mode is BatchMode.EXTEND
-        return ForwardBatch(
-            round_id=self.counters.rounds,
-            mode=mode,
-            token_slots=slots,
-            input_tokens=tokens,
-            prefix_lens=cached,
-            new_lens=new,
-            page_table=self._table[slots, :width],
-            page_tenancies=self._tenancy_table[slots, :width],
-            read_pages=reads,
-            write_pages=writes,
-            check_pages=checks[0],
-            check_tenancies=checks[1],
-            check_sources=checks[2],
-            row_ids=rows,
-        )
-
-    def _launch(self, batch: ForwardBatch, states: tuple[_State, ...], ticket: Ticket | None) -> _Launched:
+    def _launch(self, batch: ForwardBatch, rows: Sequence[PrefillRow], ticket: Ticket | None) -> _Launched:
         if self.before_launch is not None:
             self.before_launch()
+        if self.metadata is not None:
+            self.metadata.upload(batch)
         stream = self._forward_stream()
         stream.wait_stream(self.runner.device.current_stream())
+        self.controller.before_overwrite(stream, batch.write_pages)
         wait: Callable[[int], None] | None = None
         if ticket is not None:
             wait = partial(self.controller.layer_done.wait_until, ticket)
-        result = self.runner.forward(batch, layer_wait=wait)
-        for state in states:
+        read_metadata = None if self.metadata is None else self.metadata.read
+        result = self.runner.forward(batch, layer_wait=wait, read_metadata=read_metadata)
+        members = [(row.state, row.final) for row in rows] or [(state, True) for state in self._decoding()]
+        for state, _ in members:
             state.last_round, state.last_stream = batch.round_id, stream.stream_id
         if self.on_round is not None:
-            self.on_round(batch.round_id, tuple(state.request.request_id for state in states))
+            self.on_round(batch.round_id, tuple(state.request.request_id for state, _ in members))
         self.in_flight.launched(stream, batch.round_id, result.done)
-        return _Launched(result, stream, states, batch.mode is BatchMode.EXTEND)
+        for row in rows:
+            self.pages.share(row.state, row.start)
+        return _Launched(result, stream, tuple(members), batch.mode)
 
     def _handle(self, launched: _Launched) -> None:
         """Handle a round's result: append tokens, finish requests. Blocks until the round is done."""
         launched.result.done.synchronize()
         self.in_flight.completed(launched.stream, launched.result.round_id)
-        given_up = [state.request.request_id for state in launched.states if not state.alive]
+        given_up = [state.request.request_id for state, _ in launched.rows if not state.alive]
         if given_up and self.on_discard is not None:
             self.on_discard(launched.result.round_id, np.array(given_up, np.int64))
-        for state, token in zip(launched.states, launched.result.next_tokens.tolist(), strict=True):
+        for (state, final), token in zip(launched.rows, launched.result.next_tokens.tolist(), strict=True):
             if not state.alive:
                 continue  # retracted or finished since: an overrun row, its token is dropped
-            if launched.extend and not self.options.early_backup:
-                self._write_through(state.locked)
+            if launched.mode is BatchMode.EXTEND:
+                self.backups.computed(state.locked)
+            if not final:
+                continue  # a chunk: what it sampled follows the middle of a prompt
             state.tokens.append(token)
             state.remaining -= 1
             self.counters.output_tokens += 1
             if state.remaining == 0:
                 self._finish(state)
 
-    def _finish(self, state: _State) -> None:
+    def _finish(self, state: RequestState) -> None:
         self.counters.finished += 1
         count = state.request.output_length
         self.outputs[state.request.request_id] = state.tokens[-count:]
-        self._release(state, cache=True)
+        self.pages.finish(state)
+        self._free_slots.append(state.slot)
         self._running.remove(state)

@@ -6,55 +6,64 @@ orders nothing against forward rounds: fences are the cache controller's busines
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
 
 import numpy as np
-import torch
 
+from hicache_obs.controller.index_blocks import IndexBlock, IndexBlocks
+from hicache_obs.controller.page_copies import IO_BACKENDS, PageMap, page_copier
 from hicache_obs.controller.pools import DevicePool, HostPool
+from hicache_obs.errors import ConfigError
 from hicache_obs.records import Access, Direction, Mode, PageIds, Purpose, Space, Work, device, host
 from hicache_obs.streams.protocol import Device, Event, Stream
 
-INDEX_BUFFERS: Final = 4096
-"""Index buffers get ids modulo this; a transfer is acknowledged long before its id comes round again."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PageMove:
+class PageMove(PageMap):
     """Pages of one merged transfer, index tensors included.
 
     Attributes:
         transfer: Transfer id, unique over both directions.
-        device_pages, host_pages: ``(n,) int64``, host memory, matching by position.
-        device_index, host_index: ``(n,) int64`` tensors the copies read: the first on the device, the second in
-            host memory. Filled on the stream that was current when the move was prepared.
+        block: Holds ``device_index``, which is filled on the stream that was current when the move was prepared.
     """
 
     transfer: int
-    device_pages: PageIds
-    host_pages: PageIds
-    device_index: torch.Tensor
-    host_index: torch.Tensor
+    block: IndexBlock
 
     @property
     def index_buffer(self) -> PageIds:
         """Id of the device index tensor among the buffers."""
-        return np.array([self.transfer % INDEX_BUFFERS], dtype=np.int64)
+        return np.array([self.block.number], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One copy of a transfer: what it does and what it says of itself."""
+
+    copy: Callable[[], None]
+    work: Work
 
 
 class TransferEngine:
     """Submits layer copies. Called by the scheduler's thread; never blocks.
 
     Attributes:
+        device, device_pool, host_pool: What it moves pages on and between.
+        io: Back end of the copies, one of ``IO_BACKENDS``; default: ``direct`` on a GPU, else ``kernel``.
+        blocks: Memory of the index tensors.
         host_to_device_stream, device_to_host_stream: The only streams copies run on. A fence for a load-back
             belongs on the first, a fence for a write-back on the second.
         launched_copies: Copies launched so far, both directions.
     """
 
-    def __init__(self, device: Device, device_pool: DevicePool, host_pool: HostPool) -> None:
+    def __init__(self, device: Device, device_pool: DevicePool, host_pool: HostPool, *, io: str | None = None) -> None:
+        if io is not None and io not in IO_BACKENDS:
+            raise ConfigError(f"--io {io}: unknown back end; expected one of {', '.join(IO_BACKENDS)}")
         self.device = device
+        self.io = io or ("direct" if device.name == "cuda" else "kernel")
+        self.blocks = IndexBlocks(device)
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.host_to_device_stream: Stream = device.Stream("load-back")
@@ -76,88 +85,79 @@ class TransferEngine:
             Event recorded after the last copy.
         """
         stream = self.host_to_device_stream
-        accesses = (
-            host(Mode.READ, move.host_pages),
-            device(Mode.WRITE, move.device_pages),
-            Access(Space.BUFFER, Mode.READ, move.index_buffer),
-        )
-        layout = self.device_pool.layout
         with self.device.stream(stream):
             stream.wait_event(start_event, purpose=Purpose.START)
-            for layer in range(layout.layers):
-                work = Work(
-                    site="load-back copy",
-                    accesses=accesses,
-                    layers=(layer, layer + 1),
-                    group=move.transfer,
-                    direction=Direction.HOST_TO_DEVICE,
-                    size_bytes=len(move.device_pages) * layout.page_bytes_per_layer,
-                )
-                self.device.launch(self._load(move, layer), work)
-                self.launched_copies += 1
+            for layer, parts in enumerate(self.load_parts(move)):
+                self._launch(parts)
                 on_layer_done(layer)
-            self.device.record_stream(move.device_index, stream)
-            return stream.record_event()
+            return self._finish(move, stream)
 
     def submit_device_to_host(self, move: PageMove, *, start_event: Event) -> Event:
         """Launch one copy of all layers; it starts after ``start_event``. Returns the event recorded after it."""
         stream = self.device_to_host_stream
+        with self.device.stream(stream):
+            stream.wait_event(start_event, purpose=Purpose.START)
+            self._launch(self.store_parts(move))
+            return self._finish(move, stream)
+
+    @property
+    def model_layers(self) -> int:
+        """Layers that a load-back restores, each with an event of its own."""
+        return self.device_pool.layout.layers
+
+    def load_parts(self, move: PageMove) -> Sequence[Sequence[Part]]:
+        """The copies of a load-back, layer by layer."""
+        layout = self.device_pool.layout
+        accesses = (
+            host(Mode.READ, move.host_pages),
+            device(Mode.WRITE, move.device_pages),
+            *self.index_accesses(move),
+        )
+        parts = []
+        for layer in range(layout.layers):
+            work = Work(
+                site="load-back copy",
+                accesses=accesses,
+                layers=(layer, layer + 1),
+                group=move.transfer,
+                direction=Direction.HOST_TO_DEVICE,
+                size_bytes=len(move.device_pages) * layout.page_bytes_per_layer,
+            )
+            parts.append((Part(self._copy((layer, layer + 1), move, to_device=True), work),))
+        return parts
+
+    def store_parts(self, move: PageMove) -> Sequence[Part]:
+        """The copies of a write-back."""
         layout = self.device_pool.layout
         work = Work(
             site="write-back copy",
             accesses=(
                 device(Mode.READ, move.device_pages),
                 host(Mode.WRITE, move.host_pages),
-                Access(Space.BUFFER, Mode.READ, move.index_buffer),
+                *self.index_accesses(move),
             ),
             layers=(0, layout.layers),
             group=move.transfer,
             direction=Direction.DEVICE_TO_HOST,
             size_bytes=len(move.device_pages) * layout.page_bytes,
         )
-        with self.device.stream(stream):
-            stream.wait_event(start_event, purpose=Purpose.START)
-            self.device.launch(self._store(move), work)
+        return (Part(self._copy((0, layout.layers), move, to_device=False), work),)
+
+    def index_accesses(self, move: PageMove) -> tuple[Access, ...]:
+        """What a copy reads besides pages: back end ``direct`` has the ids from the host."""
+        return (Access(Space.BUFFER, Mode.READ, move.index_buffer),) if self.io == "kernel" else ()
+
+    def _copy(self, layers: tuple[int, int], move: PageMove, *, to_device: bool) -> Callable[[], None]:
+        copier = page_copier(self.io, self.device_pool.buffers, self.host_pool.buffers, layers, to_device=to_device)
+        return partial(copier, move)
+
+    def _launch(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self.device.launch(part.copy, part.work)
             self.launched_copies += 1
-            self.device.record_stream(move.device_index, stream)
-            return stream.record_event()
 
-    def _load(self, move: PageMove, layer: int) -> Callable[[], None]:
-        pool, source = self.device_pool, self.host_pool
-
-        def copy() -> None:
-            for to, by in ((pool.k[layer], source.k[layer]), (pool.v[layer], source.v[layer])):
-                if to.device.type == "cpu":
-                    to.index_copy_(0, move.device_index, by.index_select(0, move.host_index))
-                else:
-                    for d, h, n in _runs(move.device_pages, move.host_pages):
-                        to[d : d + n].copy_(by[h : h + n], non_blocking=True)
-
-        return copy
-
-    def _store(self, move: PageMove) -> Callable[[], None]:
-        pool, target = self.device_pool, self.host_pool
-
-        def copy() -> None:
-            for to, by in ((target.k, pool.k), (target.v, pool.v)):
-                if by.device.type == "cpu":
-                    to.index_copy_(1, move.host_index, by.index_select(1, move.device_index))
-                else:
-                    for d, h, n in _runs(move.device_pages, move.host_pages):
-                        to[:, h : h + n].copy_(by[:, d : d + n], non_blocking=True)
-
-        return copy
-
-
-def _runs(device_pages: PageIds, host_pages: PageIds) -> list[tuple[int, int, int]]:
-    """``(device, host, count)`` runs that are contiguous on both sides: one asynchronous copy each.
-
-    On a GPU the pinned source has to be read when the copy executes, not when it is issued, so pages are copied
-    straight from the pool and never gathered on the host.
-    """
-    if not len(device_pages):
-        return []
-    breaks = np.flatnonzero((np.diff(device_pages) != 1) | (np.diff(host_pages) != 1)) + 1
-    starts = [0, *breaks.tolist()]
-    ends = [*breaks.tolist(), len(device_pages)]
-    return [(int(device_pages[a]), int(host_pages[a]), b - a) for a, b in zip(starts, ends, strict=True)]
+    def _finish(self, move: PageMove, stream: Stream) -> Event:
+        """Give the index tensor's block back, marked with ``stream``, which still reads it."""
+        self.blocks.mark(move.block, stream)
+        self.blocks.give_back(move.block, move.transfer)
+        return stream.record_event()

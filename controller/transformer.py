@@ -105,6 +105,7 @@ class TransformerRound(RoundWork):
 
     Attributes:
         logits: ``(n, vocabulary)`` float64 of each row's last token, once the last segment ran.
+        k, v: Per layer, ``(pages * page_size, heads, head_dim)``, device: the pool's pages laid end to end.
     """
 
     logits: torch.Tensor
@@ -122,6 +123,8 @@ class TransformerRound(RoundWork):
         self._weights = weights
 
     def embed(self) -> None:
+        self.k = self.pool.k.flatten(1, 2).unbind()
+        self.v = self.pool.v.flatten(1, 2).unbind()
         self._x = self._weights.embedding[self.tokens]
         angles = self.upload(self.positions)[:, None] * self._weights.rotary
         self._phases = torch.polar(torch.ones_like(angles), angles)[:, None, None]

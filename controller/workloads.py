@@ -33,12 +33,14 @@ class Request:
         arrival_ms: Since the start of the workload.
         prompt: ``(n,) int64`` tokens, n ≥ 1.
         output_length: Tokens to generate, at least 1.
+        priority: Its prefix is given up after those of lower priority, where that is the eviction policy.
     """
 
     request_id: int
     arrival_ms: int
     prompt: Int64Array
     output_length: int
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

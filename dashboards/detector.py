@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from hicache_obs.dashboards.overview import COVERAGE_STEPS
+from hicache_obs.dashboards.common import AGE_STEPS, coverage_tile
 from hicache_obs.dashboards.panels import (
     GREEN,
     NEUTRAL,
+    NO_TRACES,
     NOT_CHECKED,
+    NOT_RUNNING,
     ORANGE_FROM_ONE,
     RED_FROM_ONE,
     Board,
@@ -22,9 +24,8 @@ from hicache_obs.dashboards.panels import (
     Unit,
     runbook,
 )
-from hicache_obs.dashboards.queries import RANK, RANK_NAME, coverage, events, rate, series, total, total_if
+from hicache_obs.dashboards.queries import RANK, RANK_NAME, events, rate, series, total, total_if
 
-_AGE_STEPS: Final = (GREEN, Step(60, "yellow"), Step(120, "red"))
 _AGE: Final = f"time() - ({series('last_analysis_timestamp_seconds')} > 0)"
 
 _ALIVE: Final = Row(
@@ -37,7 +38,7 @@ _ALIVE: Final = Row(
             Unit.SECONDS,
             (0, 0, 4, 4),
             Kind.STAT,
-            _AGE_STEPS,
+            AGE_STEPS,
             no_value=NOT_CHECKED,
             decimals=0,
             links=(runbook("HiCacheObsStale"),),
@@ -60,7 +61,7 @@ _ALIVE: Final = Row(
             (4, 0, 4, 4),
             Kind.STAT,
             NEUTRAL,
-            no_value="Not running",
+            no_value=NOT_RUNNING,
             decimals=0,
             links=(runbook("HiCacheObsDown"),),
         ),
@@ -72,7 +73,7 @@ _ALIVE: Final = Row(
             (4, 4, 4, 4),
             Kind.STAT,
             NEUTRAL,
-            no_value="Not running",
+            no_value=NOT_RUNNING,
             name_only=True,
         ),
         Panel(
@@ -89,7 +90,7 @@ _ALIVE: Final = Row(
             (Query(_AGE, RANK_NAME),),
             Unit.SECONDS,
             (16, 0, 8, 8),
-            steps=_AGE_STEPS,
+            steps=AGE_STEPS,
             no_value=NOT_CHECKED,
             links=(runbook("HiCacheObsStale"),),
         ),
@@ -99,19 +100,7 @@ _ALIVE: Final = Row(
 _MISSED: Final = Row(
     "What does it miss?",
     (
-        Panel(
-            "Coverage",
-            "The share of records that were analysed and not lost, times the share of checked pairs that could be "
-            "judged, since start.",
-            (Query(coverage()),),
-            Unit.SHARE,
-            (0, 0, 4, 4),
-            Kind.STAT,
-            COVERAGE_STEPS,
-            no_value=NOT_CHECKED,
-            decimals=1,
-            links=(runbook("HiCacheObsBlind"),),
-        ),
+        coverage_tile((0, 0, 4, 4)),
         Panel(
             "Records dropped",
             "Records lost since start.",
@@ -128,7 +117,7 @@ _MISSED: Final = Row(
             "Records dropped by reason",
             "Records lost per interval. What they would have shown is unknown, not clean.",
             (Query(events("dropped_records_total", "reason"), "{{reason}}"),),
-            Unit.COUNT,
+            Unit.EXACT,
             (4, 0, 7, 8),
             Kind.BARS,
             RED_FROM_ONE,
@@ -140,7 +129,7 @@ _MISSED: Final = Row(
             "Pairs not decidable",
             "Pairs per interval that could not be judged, by reason.",
             (Query(events("unknown_total", "reason"), "{{reason}}"),),
-            Unit.COUNT,
+            Unit.EXACT,
             (11, 0, 7, 8),
             Kind.BARS,
             ORANGE_FROM_ONE,
@@ -152,7 +141,7 @@ _MISSED: Final = Row(
             "Weak orderings",
             "Pairs per interval that only something weaker than a fence orders.",
             (Query(events("weak_orderings_total", "provenance"), "{{provenance}}"),),
-            Unit.COUNT,
+            Unit.EXACT,
             (18, 0, 6, 8),
             Kind.BARS,
             no_value=NOT_CHECKED,
@@ -167,13 +156,14 @@ _BLIND: Final = Row(
         Panel(
             "Hazards",
             "NOT OBSERVABLE: some selected rank does not capture what shows it. It cannot be seen there, which is not "
-            "the same as absent. Watched but never checked: no pair of this kind came up since start.",
+            "the same as absent. Watched but never checked: no pair of this kind came up since start, and nothing is "
+            "said about it.",
             (
                 Query(f"1 - min by (hazard) ({series('hazard_observable')})"),
                 Query(total("checks_total", by="hazard")),
                 Query(total("pages_checked_total", by="hazard")),
-                Query(total("violations_total", by="hazard")),
-                Query(total("latent_races_total", by="hazard")),
+                Query(total_if("checks_total", "violations_total", by="hazard")),
+                Query(total_if("checks_total", "latent_races_total", by="hazard")),
             ),
             Unit.TEXT,
             (0, 0, 14, 16),
@@ -204,6 +194,56 @@ _BLIND: Final = Row(
     ),
 )
 
+_LOST_SPANS: Final = 'outcome=~"queue_full|undelivered"'
+
+_TOLD: Final = Row(
+    "What is accepted, and what is sent?",
+    (
+        Panel(
+            "Accepted findings",
+            "Operation pairs of findings that --accepted names, since start; they count nowhere else, and page nobody.",
+            (Query(total_if("checks_total", "accepted_total")),),
+            Unit.EXACT,
+            (0, 0, 4, 5),
+            Kind.STAT,
+            NEUTRAL,
+            no_value=NOT_CHECKED,
+            decimals=0,
+        ),
+        Panel(
+            "Spans lost",
+            "Spans since start that did not fit into the queue, or that the OTLP endpoint did not take.",
+            (Query(total_if("spans_total", "spans_total", _LOST_SPANS)),),
+            Unit.EXACT,
+            (0, 5, 4, 5),
+            Kind.STAT,
+            ORANGE_FROM_ONE,
+            no_value=NO_TRACES,
+            decimals=0,
+        ),
+        Panel(
+            "Accepted findings by hazard",
+            "Operation pairs of accepted findings per interval.",
+            (Query(events("accepted_total", "hazard"), "{{hazard}}"),),
+            Unit.EXACT,
+            (4, 0, 10, 10),
+            Kind.BARS,
+            no_value=NOT_CHECKED,
+            decimals=0,
+        ),
+        Panel(
+            "Spans by outcome",
+            "Spans per interval by what became of them. Sampled out: nothing was found in their trace.",
+            (Query(events("spans_total", "outcome"), "{{outcome}}"),),
+            Unit.EXACT,
+            (14, 0, 10, 10),
+            Kind.BARS,
+            no_value=NO_TRACES,
+            decimals=0,
+        ),
+    ),
+)
+
 _COST: Final = Row(
     "What does watching cost?",
     (
@@ -228,5 +268,5 @@ DETECTOR: Final = Board(
     uid="hicache-obs-detector",
     title="HiCache ordering: detector",
     description="What the detector costs, what it lost, and what it cannot see.",
-    rows=(_ALIVE, _MISSED, _BLIND, _COST),
+    rows=(_ALIVE, _MISSED, _BLIND, _TOLD, _COST),
 )

@@ -12,7 +12,20 @@ from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
-from hicache_obs.dashboards.panels import QUIET_AXIS, Board, Column, Kind, Link, Panel, Query, Row, Shown, Step
+from hicache_obs.dashboards.addresses import RUNBOOKS
+from hicache_obs.dashboards.panels import (
+    NOTHING_COLORS,
+    QUIET_AXIS,
+    Board,
+    Column,
+    Kind,
+    Link,
+    Panel,
+    Query,
+    Row,
+    Shown,
+    Step,
+)
 from hicache_obs.dashboards.queries import VARIABLES, metrics_in, series
 from hicache_obs.exporters.catalogue import PREFIX
 
@@ -22,10 +35,11 @@ GRID_COLUMNS: Final = 24
 SCHEMA_VERSION: Final = 41
 """Grafana 11.6, the version the pinned SDK describes; newer ones migrate it."""
 DATASOURCE: Final = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-RUNBOOKS: Final = "https://hicache-obs.example/runbooks"
-"""Where the runbook pages are served; the hidden variable ``runbooks`` of each board overrides it."""
 TRACES: Final = "/explore"
 """Where the menu's trace link leads; the hidden variable ``traces`` overrides it."""
+
+NO_CELL: Final = "–"
+"""A cell without value."""
 
 LABELS: Final = {
     "cluster": "Cluster",
@@ -121,7 +135,6 @@ def _common(builder: B, panel: Panel) -> B:
     builder.unit(panel.unit.value).no_value(panel.no_value)
     builder.color_scheme(dashboard.FieldColor().mode(mode))
     builder.thresholds(_thresholds(panel.steps))
-    builder.mappings(_mappings(panel.words))
     if panel.decimals is not None:
         builder.decimals(panel.decimals)
     builder.links([_link(link.title, link.url) for link in panel.links if not link.label])
@@ -177,6 +190,8 @@ def _last_value() -> common.ReduceDataOptions:
 
 def _stat(builder: stat.Panel, panel: Panel) -> stat.Panel:
     mode = common_models.BigValueTextMode
+    nothing = models.ValueMappingResult(text=panel.no_value, color=NOTHING_COLORS[panel.no_value])
+    builder.mappings(_mappings(panel.words, nothing))
     builder.reduce_options(_last_value())
     builder.color_mode(common_models.BigValueColorMode.BACKGROUND)
     builder.graph_mode(common_models.BigValueGraphMode.NONE)
@@ -227,7 +242,7 @@ def _column(column: Column) -> list[models.DynamicConfigValue]:
     properties = [
         _property("unit", column.unit.value),
         _property("thresholds", _thresholds(column.steps).build()),
-        _property("mappings", _mappings(column.words)),
+        _property("mappings", _mappings(column.words, models.ValueMappingResult(text=NO_CELL, color="transparent"))),
         _property("custom.width", column.width),
     ]
     if column.decimals is not None:
@@ -246,17 +261,14 @@ def _thresholds(steps: Sequence[Step]) -> dashboard.ThresholdsConfig:
     return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(made)
 
 
-def _mappings(words: Sequence[Shown]) -> list[models.ValueMapping]:
-    if not words:
-        return []
-    return [
-        models.ValueMap(
-            options={
-                str(word.value): models.ValueMappingResult(text=word.text, color=word.color, index=index)
-                for index, word in enumerate(words)
-            }
-        )
-    ]
+def _mappings(words: Sequence[Shown], nothing: models.ValueMappingResult) -> list[models.ValueMapping]:
+    """Values as words, and what is shown where there is no value."""
+    absent = models.DashboardSpecialValueMapOptions(match=models.SpecialValueMatch.NULL_AND_NAN, result=nothing)
+    named = {
+        str(word.value): models.ValueMappingResult(text=word.text, color=word.color, index=index)
+        for index, word in enumerate(words)
+    }
+    return [*([models.ValueMap(options=named)] if words else []), models.SpecialValueMap(options=absent)]
 
 
 # -- links, variables, annotations ---------------------------------------------------------------------------

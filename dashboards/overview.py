@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
+from hicache_obs.dashboards.common import (
+    AGE_STEPS,
+    COVERAGE_COLUMN,
+    RANK_LABELS_SHOWN,
+    STATUS_PAGE,
+    UNFENCED_COLUMN,
+    VERDICT_COLUMN,
+    VERDICTS,
+    coverage_tile,
+)
 from hicache_obs.dashboards.panels import (
     GREEN,
     NEUTRAL,
@@ -17,7 +27,6 @@ from hicache_obs.dashboards.panels import (
     Panel,
     Query,
     Row,
-    Shown,
     Step,
     Unit,
     runbook,
@@ -36,32 +45,13 @@ from hicache_obs.dashboards.queries import (
     verdict,
 )
 
-VERDICTS: Final = (
-    Shown(0, NOT_CHECKED, "orange"),
-    Shown(1, "SAFE", "green"),
-    Shown(2, "BLIND", "orange"),
-    Shown(3, "LATENT RACES", "orange"),
-    Shown(4, "CONTRADICTION", "red"),
-    Shown(5, "VIOLATED", "red"),
-)
-COVERAGE_STEPS: Final = (Step(None, "red"), Step(0.99, "orange"), Step(1, "green"))
-STATUS_PAGE: Final = Link("Status page: last findings, blast radius", "http://${__data.fields.Node}/", "instance")
-DRILL_DOWN: Final = Link(
+_DRILL_DOWN: Final = Link(
     "Restores of this rank",
     "/d/hicache-obs-restore?${datasource:queryparam}&var-instance=${__data.fields.Node}"
     "&var-tp_rank=${__data.fields.TP}&var-pp_rank=${__data.fields.PP}&var-dp_rank=${__data.fields.DP}"
     "&from=${__from}&to=${__to}",
     "tp_rank",
 )
-RANK_LABELS_SHOWN: Final = (
-    ("cluster", "Cluster", 75),
-    ("pod", "Pod", 110),
-    ("instance", "Node", 130),
-    ("tp_rank", "TP", 50),
-    ("pp_rank", "PP", 50),
-    ("dp_rank", "DP", 50),
-)
-"""Columns of the rank tables and their pixels; with the values they fill a screen of 1280."""
 
 
 def _tile(title: str, text: str, name: str, steps: tuple[Step, ...], alert: str, at: tuple[int, int]) -> Panel:
@@ -80,19 +70,7 @@ def _tile(title: str, text: str, name: str, steps: tuple[Step, ...], alert: str,
 
 
 _TILES: Final = (
-    Panel(
-        "Coverage",
-        "How much the verdict rests on: the share of records that were analysed and not lost, times the share of "
-        "checked pairs that could be judged, since start.",
-        (Query(coverage()),),
-        Unit.SHARE,
-        (6, 0, 4, 3),
-        Kind.STAT,
-        COVERAGE_STEPS,
-        no_value=NOT_CHECKED,
-        decimals=1,
-        links=(runbook("HiCacheObsBlind"),),
-    ),
+    coverage_tile((6, 0, 4, 3)),
     Panel(
         "Hazards watched",
         "Kinds of race whose records are captured on every selected rank. The others cannot be seen, which is not the "
@@ -179,16 +157,14 @@ _VERDICT: Final = Panel(
     links=(runbook("HiCacheViolation"),),
 )
 
+_COUNTED: Final = ("violations_total", "contradictions_total", "latent_races_total", "unfenced_ops_total")
 _BY_RANK: Final = Panel(
     "Ranks, worst first",
     "One row per rank of each node, since start. The node leads to its status page with the last findings and their "
     "blast radius, the rank to its restores.",
     (
         Query(verdict(RANK)),
-        Query(total("violations_total", by=RANK)),
-        Query(total("contradictions_total", by=RANK)),
-        Query(total("latent_races_total", by=RANK)),
-        Query(total("unfenced_ops_total", by=RANK)),
+        *(Query(total_if("checks_total", name, by=RANK)) for name in _COUNTED),
         Query(total("checks_total", by=RANK)),
         Query(coverage(RANK)),
         Query(f"time() - (max by ({RANK}) (max_over_time({series('last_analysis_timestamp_seconds')}[$__range])) > 0)"),
@@ -197,17 +173,17 @@ _BY_RANK: Final = Panel(
     (0, 9, 24, 7),
     Kind.TABLE,
     no_value=NOT_CHECKED,
-    links=(STATUS_PAGE, DRILL_DOWN),
+    links=(STATUS_PAGE, _DRILL_DOWN),
     labels=RANK_LABELS_SHOWN,
     columns=(
-        Column("Verdict", Unit.TEXT, words=VERDICTS, width=110),
+        VERDICT_COLUMN,
         Column("Violations", Unit.EXACT, RED_FROM_ONE, decimals=0, width=88),
         Column("Contradictions", Unit.EXACT, RED_FROM_ONE, decimals=0, width=118),
         Column("Latent", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=70),
-        Column("Unfenced", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=88),
+        UNFENCED_COLUMN,
         Column("Checked", Unit.EXACT, decimals=0, width=80),
-        Column("Coverage", Unit.SHARE, COVERAGE_STEPS, decimals=1, width=88),
-        Column("Last analysis", Unit.SECONDS, (GREEN, Step(60, "yellow"), Step(120, "red")), decimals=0, width=105),
+        COVERAGE_COLUMN,
+        Column("Last analysis", Unit.SECONDS, AGE_STEPS, decimals=0, width=105),
     ),
 )
 
@@ -218,13 +194,14 @@ _SAFE: Final = Row(
         *_TILES,
         Panel(
             "New findings",
-            "Findings per interval. The detector board has them by hazard.",
+            "Findings per interval; what --accepted names is apart. The detector board has them by hazard.",
             (
                 Query(events("violations_total", ""), "violations", "red"),
                 Query(events("contradictions_total", ""), "contradictions", "purple"),
                 Query(events("latent_races_total", ""), "latent races", "orange"),
+                Query(events("accepted_total", ""), "accepted", "blue"),
             ),
-            Unit.COUNT,
+            Unit.EXACT,
             (18, 0, 6, 9),
             Kind.BARS,
             RED_FROM_ONE,

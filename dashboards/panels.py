@@ -8,6 +8,10 @@ from typing import Final
 
 NOT_CHECKED: Final = "NOT CHECKED"
 NO_TRAFFIC: Final = "No traffic"
+NO_TRACES: Final = "No traces"
+NOT_RUNNING: Final = "Not running"
+NOTHING_COLORS: Final = {NOT_CHECKED: "orange", NO_TRAFFIC: "blue", NO_TRACES: "blue", NOT_RUNNING: "orange"}
+"""Colour of a tile without value. Grafana would take that of the lowest threshold: green."""
 
 
 class Kind(str, enum.Enum):
@@ -30,9 +34,8 @@ class Kind(str, enum.Enum):
 class Unit(str, enum.Enum):
     """Grafana unit ids in use."""
 
-    COUNT = "short"
     EXACT = "locale"
-    """All digits: 2,431 and not 2 K."""
+    """All digits: 2,431 and not 2 K; an axis that rounds to whole numbers would say 1 K twice."""
     SECONDS = "s"
     BYTES_PER_SECOND = "Bps"
     PER_SECOND = "cps"
@@ -40,7 +43,7 @@ class Unit(str, enum.Enum):
     TEXT = "none"
 
 
-QUIET_AXIS: Final = {Unit.COUNT: 1, Unit.SHARE: 0.01}
+QUIET_AXIS: Final = {Unit.EXACT: 1, Unit.SHARE: 0.01}
 """How far an axis reaches at least; without it, all zeros are drawn on an axis up to 100."""
 
 

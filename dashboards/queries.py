@@ -63,10 +63,10 @@ def total(name: str, matchers: str = "", by: str = "") -> str:
     return f"sum{grouped} (max_over_time({series(name, matchers)}[$__range]))"
 
 
-def total_if(denominator: str, name: str) -> str:
+def total_if(denominator: str, name: str, matchers: str = "", by: str = "") -> str:
     """``total``, but nothing while ``denominator`` is 0: 0 of 0 must not look like 0."""
-    value = total(name)
-    return f"({value} > 0) or ({value} and on () ({total(denominator)} > 0))"
+    value = total(name, matchers, by)
+    return f"({value} > 0) or ({value} and on ({by}) ({total(denominator, by=by)} > 0))"
 
 
 def rate(name: str, by: str, matchers: str = "") -> str:

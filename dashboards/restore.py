@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from hicache_obs.dashboards.overview import COVERAGE_STEPS, RANK_LABELS_SHOWN, STATUS_PAGE, VERDICTS
+from hicache_obs.dashboards.common import (
+    COVERAGE_COLUMN,
+    RANK_LABELS_SHOWN,
+    STATUS_PAGE,
+    UNFENCED_COLUMN,
+    VERDICT_COLUMN,
+)
 from hicache_obs.dashboards.panels import (
     GREEN,
     NOT_CHECKED,
-    ORANGE_FROM_ONE,
     RED_FROM_ONE,
     Board,
     Column,
@@ -77,16 +82,16 @@ _RANKS: Final = Row(
                 Column("Fence wait", Unit.SECONDS, decimals=2, width=95),
                 Column("Avoidable", Unit.SHARE, _SHARE_STEPS, decimals=1, width=92),
                 Column("Load-backs", Unit.EXACT, decimals=0, width=98),
-                Column("Unfenced", Unit.EXACT, ORANGE_FROM_ONE, decimals=0, width=88),
-                Column("Verdict", Unit.TEXT, words=VERDICTS, width=110),
-                Column("Coverage", Unit.SHARE, COVERAGE_STEPS, decimals=1, width=88),
+                UNFENCED_COLUMN,
+                VERDICT_COLUMN,
+                COVERAGE_COLUMN,
             ),
         ),
         Panel(
             "Violations by rank",
             "New violations per interval.",
             (Query(events("violations_total", RANK), RANK_NAME),),
-            Unit.COUNT,
+            Unit.EXACT,
             (0, 7, 8, 8),
             Kind.BARS,
             RED_FROM_ONE,
@@ -173,7 +178,7 @@ _VOLUME: Final = Row(
             "Pages moved",
             "Pages copied per interval, summed over ranks; each counted once, not per layer.",
             (Query(events("transfer_pages_total", "op"), "{{op}}"),),
-            Unit.COUNT,
+            Unit.EXACT,
             (0, 0, 8, 7),
             Kind.BARS,
             decimals=0,
@@ -194,7 +199,7 @@ _VOLUME: Final = Row(
             "Pending transfers",
             "Transfers under way, summed over ranks. Steady growth means one is stuck.",
             (Query(f"sum by (op) ({series('pending_transfers')})", "{{op}}"),),
-            Unit.COUNT,
+            Unit.EXACT,
             (16, 0, 8, 7),
             decimals=0,
             links=(runbook("HiCacheStuckTransfer"),),

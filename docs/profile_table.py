@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache_obs.cli.analyze import check_copies
+from hicache_obs.cli.judge import check_copies
 from hicache_obs.readers.open_profile import open_profile
 from hicache_obs.readers.preflight import count_syncs, level, preflight
 from hicache_obs.readers.profile import OpKind, Profile

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache_obs.errors import ConfigError
+from hicache_obs.findings import Finding, Verdict
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,6 +68,10 @@ class Accepted:
         """The acceptance of ``fingerprint`` that holds today, ``None`` without one."""
         found = self._entries.get(fingerprint)
         return found if found is not None and self._today() <= found.expires else None
+
+    def of(self, finding: Finding) -> Acceptance | None:
+        """The acceptance of ``finding`` that holds today; a pair that could not be judged has none."""
+        return None if finding.verdict is Verdict.UNKNOWN else self.get(finding.fingerprint)
 
     def covers(self, fingerprint: str) -> bool:
         """Whether ``fingerprint`` is accepted today."""

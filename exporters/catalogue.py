@@ -10,26 +10,16 @@ before the first record; ids (request, page, node, stream, fingerprint) are neve
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import product
 from typing import Final
 
 from hicache_obs.costs import TransferKind
+from hicache_obs.exporters.metric_row import Label, MetricRow, MetricType, decades
 from hicache_obs.findings import Hazard
 from hicache_obs.records import DropReason
 
 PREFIX: Final = "hicache_obs_"
 RANK_LABELS: Final = ("tp_rank", "pp_rank", "dp_rank")
 """On every metric, with the names of SGLang's own cache metrics, so that both join."""
-
-
-class MetricType(str, enum.Enum):
-    """Prometheus metric types in use; the value is what a ``# TYPE`` line says."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
 
 
 class Phase(str, enum.Enum):
@@ -83,82 +73,9 @@ class SpanOutcome(str, enum.Enum):
     """The endpoint refused it, or could not be reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
-    """One label besides the rank labels.
-
-    Attributes:
-        name: Label name.
-        values: Every value it can have. Empty: one value per process, fixed when the metrics are created.
-    """
-
-    name: str
-    values: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class MetricRow:
-    """One metric.
-
-    Attributes:
-        name: Full name as a query spells it (for a histogram without ``_bucket``, ``_sum``, ``_count``).
-        type: Prometheus type.
-        unit: ``seconds`` and ``bytes`` are base units and part of the name; anything else is what is counted.
-        labels: Labels besides ``RANK_LABELS``.
-        buckets_ns: Upper bounds of a histogram, inclusive, ascending, nanoseconds; empty for other types.
-        source: Call that feeds it.
-        question: What a reader of a dashboard learns from it.
-        help: Text of the ``# HELP`` line.
-    """
-
-    name: str
-    type: MetricType
-    unit: str
-    labels: tuple[Label, ...]
-    buckets_ns: tuple[int, ...]
-    source: str
-    question: str
-    help: str
-
-    @property
-    def family(self) -> str:
-        """Name of the metric family: ``name`` without the ``_total`` of a counter."""
-        return self.name.removesuffix("_total")
-
-    @property
-    def base_unit(self) -> str:
-        """``seconds``, ``bytes`` or nothing: what OpenMetrics may state as the unit."""
-        return self.unit if self.unit in ("seconds", "bytes") else ""
-
-    @property
-    def series_names(self) -> tuple[str, ...]:
-        """Names a query can select."""
-        if self.type is MetricType.HISTOGRAM:
-            return tuple(self.name + suffix for suffix in ("_bucket", "_sum", "_count"))
-        return (self.name,)
-
-    def children(self, fixed: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
-        """Every combination of label values, in ``labels`` order.
-
-        Args:
-            fixed: Values of the labels that have one value per process.
-        """
-        return product(*(label.values or (fixed[label.name],) for label in self.labels))
-
-
-def _decades(low_ns: int, high_ns: int) -> tuple[int, ...]:
-    """1, 2.5, 5 per decade from ``low_ns`` (a power of ten) to ``high_ns``, both included."""
-    bounds = []
-    decade_ns = low_ns
-    while decade_ns <= high_ns:
-        bounds += [b for b in (decade_ns, decade_ns * 5 // 2, decade_ns * 5) if b <= high_ns]
-        decade_ns *= 10
-    return tuple(bounds)
-
-
-WAIT_BUCKETS_NS: Final = _decades(1_000, 5_000_000_000)
+WAIT_BUCKETS_NS: Final = decades(1_000, 5_000_000_000)
 """1 µs to 5 s: SGLang's finest bucket is 1 ms, above most fences."""
-OPERATION_BUCKETS_NS: Final = _decades(10_000, 10_000_000_000)
+OPERATION_BUCKETS_NS: Final = decades(10_000, 10_000_000_000)
 """10 µs (one small copy) to 10 s."""
 
 HAZARD: Final = Label("hazard", tuple(h.value for h in Hazard))
@@ -459,70 +376,7 @@ def row(name: str) -> MetricRow:
 _BY_NAME: Final = {r.name: r for r in CATALOGUE}
 
 
-def markdown() -> str:
-    """The text of ``docs/metrics.md``."""
-    return "\n".join([_INTRO, *_metric_table(), *_label_table(), *_bucket_table(), _NOTES])
-
-
-_INTRO: Final = """\
-# Metrics
-
-<!-- Generated: python -m hicache_obs.exporters.catalogue > docs/metrics.md -->
-
-Every metric also carries the labels `tp_rank`, `pp_rank` and `dp_rank`, named as in SGLang's own cache
-metrics. Every series exists at 0 from the start, so the first violation is an increase and not a new series.
-Page, request, node and stream ids are never labels.
-"""
-
-_NOTES: Final = """\
-## Reading them
-
-- `violations_total` is 0 both when all is well and when nothing was looked at. Read it together with
-  `checks_total`; for one hazard also with `hazard_observable`.
-- `unknown_total` above 0 means some pairs could not be judged, mostly because records were dropped. That is
-  not clean either.
-- A scrape in OpenMetrics has exemplars: `fingerprint` on the counters of findings, `op_id` (the operation id of NVTX
-  ranges and journals) on fence waits, `transfer` on transfers, `trace_id` and `span_id` once a span was delivered; and,
-  unless switched off, `_created` series: the Unix time since which a counter or histogram counts.
-- The bucket counts of a histogram always agree with each other; its sum may be one observation behind.
-- A ratio is computed in the query, never exported. The share of fence waits in the time transfers took:
-
-```promql
-sum(rate(hicache_obs_fence_wait_seconds_sum[5m])) / (sum(rate(hicache_obs_op_seconds_sum[5m])) > 0)
-```
-"""
-
-
-def _metric_table() -> list[str]:
-    lines = ["| metric | type | counts or unit | labels | question | fed by |", "|---|---|---|---|---|---|"]
-    for r in CATALOGUE:
-        labels = ", ".join(f"`{label.name}`" for label in r.labels) or "–"
-        lines.append(f"| `{r.name}` | {r.type.value} | {r.unit} | {labels} | {r.question} | {r.source} |")
-    return [*lines, ""]
-
-
-def _label_table() -> list[str]:
-    lines = ["## Labels", "", "| metric | label | values |", "|---|---|---|"]
-    seen: dict[Label, list[str]] = {}
-    for r in CATALOGUE:
-        for label in r.labels:
-            seen.setdefault(label, []).append(f"`{r.name}`")
-    for label, names in seen.items():
-        values = ", ".join(f"`{v}`" for v in label.values) or "one per process"
-        lines.append(f"| {', '.join(names)} | `{label.name}` | {values} |")
-    return [*lines, ""]
-
-
-def _bucket_table() -> list[str]:
-    lines = ["## Buckets", "", "Upper bounds in seconds, inclusive.", "", "| metric | bounds |", "|---|---|"]
-    seen: dict[tuple[int, ...], list[str]] = {}
-    for r in CATALOGUE:
-        if r.buckets_ns:
-            seen.setdefault(r.buckets_ns, []).append(f"`{r.name}`")
-    for bounds_ns, names in seen.items():
-        lines.append(f"| {', '.join(names)} | {', '.join(f'{b / 1e9:g}' for b in bounds_ns)} |")
-    return [*lines, ""]
-
-
 if __name__ == "__main__":
+    from hicache_obs.exporters.metrics_page import markdown
+
     print(markdown(), end="")

@@ -97,8 +97,8 @@ def read_certificate(certificate: Path | None, key: Path | None) -> ssl.SSLConte
 
 def _read_lines(option: str, path: Path) -> list[str]:
     try:
-        if path.stat().st_mode & 0o077:
-            LOG.warning("%s %s: other users of this machine may read it; chmod 600 it", option, path)
+        if path.stat().st_mode & 0o007:  # a group may: mounted secrets belong to root and the group of the pod
+            LOG.warning("%s %s: every user of this machine may read it; chmod 600 or 640 it", option, path)
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:

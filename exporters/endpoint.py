@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
-from hicache_obs.exporters.catalogue import markdown
+from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.exporters.credentials import Credentials
 from hicache_obs.exporters.findings_board import FindingsBoard
 from hicache_obs.exporters.health import read_health
+from hicache_obs.exporters.metrics_page import markdown
 from hicache_obs.exporters.prometheus import Metrics, negotiate
 from hicache_obs.exporters.server import LOOPBACK, Answer, Request, Server, listen, plain
 from hicache_obs.exporters.status_page import DOCS, STYLE, status_page
@@ -32,6 +33,7 @@ def serve(
     metrics: Metrics,
     *,
     board: FindingsBoard | None = None,
+    accepted: Accepted | None = None,
     address: str = LOOPBACK,
     port: int,
     option: str = "--serve",
@@ -39,6 +41,7 @@ def serve(
     credentials: Credentials | None = None,
     created: bool = True,
     facts: Mapping[str, str] | None = None,
+    scraped: Callable[[], None] = lambda: None,
     healthy: Callable[[], str] = str,
     ready: Callable[[], str] = str,
 ) -> Server:
@@ -47,9 +50,11 @@ def serve(
     Args:
         metrics: To expose.
         board: Findings for the status page.
+        accepted: Marked as such there.
         address, port, option, tls, credentials: See ``listen``. The probes need no credentials.
         created: Expose created times in OpenMetrics.
         facts: Further lines of the status page's foot.
+        scraped: Called before all metrics are read for an answer. On the server's thread.
         healthy, ready: What keeps this process from being so, in words; empty if nothing. On the server's thread.
 
     Raises:
@@ -57,16 +62,24 @@ def serve(
     """
     metrics.registry()  # without the library this fails here, and not at the first scrape
     shown = dict(facts or {})
+    known = Accepted() if accepted is None else accepted
 
     def scrape(request: Request) -> Answer:
-        accept = request.headers.get("accept", "")
-        body, kind = negotiate(metrics, accept, names=request.query.get("name[]", ()), created=created)
+        accept, names = request.headers.get("accept", ""), request.query.get("name[]", ())
+        if not names:
+            scraped()
+        body, kind = negotiate(metrics, accept, names=names, created=created)
         return Answer(body, kind)
 
     def status(request: Request) -> Answer:
         entries = board.entries() if board is not None else []
         text = status_page(
-            read_health(metrics), entries, now_ns=time.time_ns(), facts=shown, reload="reload" in request.query
+            read_health(metrics),
+            entries,
+            accepted=known,
+            now_ns=time.time_ns(),
+            facts=shown,
+            reload="reload" in request.query,
         )
         return Answer(text.encode(), "text/html; charset=utf-8", headers=_PAGE_HEADERS)
 

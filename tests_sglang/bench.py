@@ -1,16 +1,18 @@
 """What the plugin costs the scheduler thread: absent, installed, observing; paired in one run, with intervals.
 
-    python bench.py [REPEATS]
+    python bench.py [REPEATS] [--before FOLDER]
 
 One process per mode drives SGLang's own classes on a CPU (``harness.Engine``); they measure in turn, REPEATS times. The
 hooked calls are measured in CPU time of their thread: one event record, one decode round, one restore of 80 layers
 with the round that waits for each of them. The busy loop, shaped like a scheduler, is wall-clock time, with the node's
 agent running. Compared is the difference to the process without the plugin in the same repeat; the interval is its
-quartiles. A busy machine widens it. Goals: a decode round at most 5 us, a restore round of 80 layers at most 50 us.
+quartiles. A busy machine widens it. Goals: a decode round at most 5 us, a restore round of 80 layers at most 50 us, the
+busy loop at most 0.5 %. ``--before`` also measures the package of another checkout, in the same turns.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -23,6 +25,7 @@ from pathlib import Path
 
 MODES = ("absent", "installed", "observing")
 """``installed`` is HICACHE_OBS unset; ``absent`` also keeps the entry point from being loaded (SGLANG_PLUGINS=none)."""
+BEFORE = "before"
 LAYERS = 80
 ROUNDS = 100
 
@@ -31,6 +34,8 @@ def serve() -> None:
     """In the process under test: a line of nanoseconds by name for every line that comes in."""
     import harness
 
+    if hasattr(harness, "load"):  # another checkout's may load at its import
+        harness.load()
     harness.LAYERS = LAYERS
     with harness.published():
         engine = harness.Engine(harness.Scenario("base+readdone+loadfence+writefence"))
@@ -84,15 +89,19 @@ def per_call(fn, count: int, *, clock=time.thread_time_ns) -> float:
     return statistics.median(times)
 
 
-def start(mode: str, folder: str) -> subprocess.Popen[str]:
+def start(mode: str, folder: str, before: str) -> subprocess.Popen[str]:
     """A process in ``mode``. The plugin starts the agent, which empties the ring."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HICACHE_OBS")}
     variables |= {"OMP_NUM_THREADS": "1", "HICACHE_OBS_DIR": folder, "HICACHE_OBS_PORT": "0"}
     variables |= {"HICACHE_OBS_PROCESSES": "all", "HICACHE_OBS_RING_SLOTS": str(1 << 17)}
     if mode == "absent":
         variables["SGLANG_PLUGINS"] = "none"
-    if mode == "observing":
+    if mode in ("observing", BEFORE):
         variables["HICACHE_OBS"] = "observe"
+    if mode == BEFORE:
+        folder = os.path.join(folder, BEFORE)  # an agent of its own: the layout may differ
+        os.mkdir(folder, 0o700)
+        variables |= {"HICACHE_OBS_DIR": folder, "PYTHONPATH": before, "HARNESS": os.path.join(before, "tests_sglang")}
     command = [sys.executable, "-W", "ignore", __file__, "--serve"]
     return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -116,11 +125,11 @@ def stop_agent(folder: str) -> None:
         os.kill(int(pid), signal.SIGTERM)
 
 
-def main(repeats: int) -> None:
+def main(repeats: int, before: str) -> None:
     values: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o700)
-        processes = {mode: start(mode, folder) for mode in MODES}
+        processes = {mode: start(mode, folder, before) for mode in (*MODES, *([BEFORE] if before else []))}
         try:
             for process in processes.values():
                 ask(process)  # warm, and all of them started
@@ -133,19 +142,37 @@ def main(repeats: int) -> None:
                 process.kill()
                 process.wait()
             stop_agent(folder)
+            if before:
+                stop_agent(os.path.join(folder, BEFORE))
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {repeats} repeats")
-    print(f"{'per':16} {'absent':>12} {'installed':>12} {'observing':>12}   added by observing (quartiles)")
+    print(f"{'per':16} {' '.join(f'{mode:>12}' for mode in processes)}   added by observing (quartiles)")
     for name, modes in values.items():
-        added = sorted(after - before for before, after in zip(modes["absent"], modes["observing"], strict=True))
-        low, high = added[len(added) // 4], added[(3 * len(added)) // 4]
-        middle = [f"{statistics.median(modes[mode]) / 1e3:9.2f} us" for mode in MODES]
-        spread = f"{statistics.median(added) / 1e3:+.2f} us ({low / 1e3:+.2f} … {high / 1e3:+.2f})"
-        print(f"{name:16} {' '.join(middle)}   {spread}")
+        middle = [f"{statistics.median(modes[mode]) / 1e3:9.2f} us" for mode in processes]
+        print(f"{name:16} {' '.join(middle)}   {_added(modes, 'observing', name)}")
+        if before:
+            print(f"{'':16} {' ' * (13 * len(processes))}  before: {_added(modes, BEFORE, name)}")
+
+
+def _added(modes: dict[str, list[float]], mode: str, name: str) -> str:
+    """Median and quartiles of what ``mode`` adds; of the busy loop also as a part of it."""
+    pairs = list(zip(modes["absent"], modes[mode], strict=True))
+    added = sorted(after - before for before, after in pairs)
+    low, high = added[len(added) // 4], added[(3 * len(added)) // 4]
+    text = f"{statistics.median(added) / 1e3:+.2f} us ({low / 1e3:+.2f} … {high / 1e3:+.2f})"
+    if name != "busy loop":
+        return text
+    parts = sorted(100 * (after / before - 1) for before, after in pairs)
+    low, high = parts[len(parts) // 4], parts[(3 * len(parts)) // 4]
+    return f"{text}, {statistics.median(parts):+.2f} % ({low:+.2f} … {high:+.2f})"
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, os.environ.get("HARNESS") or str(Path(__file__).parent))
     if sys.argv[1:] == ["--serve"]:
         serve()
     else:
-        main(int(sys.argv[1]) if sys.argv[1:] else 9)
+        parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+        parser.add_argument("repeats", type=int, nargs="?", default=9)
+        parser.add_argument("--before", default="", metavar="FOLDER", help="another checkout")
+        arguments = parser.parse_args()
+        main(arguments.repeats, arguments.before)

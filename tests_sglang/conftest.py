@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -62,13 +62,6 @@ class Outcome:
         return {finding.hazard.value for finding in self.findings}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one module share what the harness gave; so do those that ask for the older releases."""
-    for item in items:
-        older = item.path.stem in ("test_audit", "test_versions")
-        item.add_marker(pytest.mark.xdist_group("older" if older else item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def sglang_folder() -> Path:
     """The folder ``make_env.sh`` made."""
@@ -78,6 +71,11 @@ def sglang_folder() -> Path:
 @pytest.fixture(scope="session")
 def environment(sglang_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
     """``environment(version, mode, **more)``: variables for a process that runs that release in that mode."""
+    # SGLang builds an extension at its first use: two workers must not build into one folder. The lock of a run that
+    # was killed while it built would be waited for without end.
+    built = sglang_folder / f"built-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
+    for lock in built.glob("*/lock"):
+        lock.unlink()
 
     def make(version: str = NEWEST, mode: str = "observe", **more: str) -> dict[str, str]:
         places = [] if version == NEWEST else [sglang_folder / f"sglang-{version}"]
@@ -95,8 +93,7 @@ def environment(sglang_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
             "HICACHE_OBS_ARENA_IDS": "65536",
             "HARNESS_TMP": str(directory),
             "OMP_NUM_THREADS": "1",
-            # SGLang builds an extension at its first use: two workers must not build into one folder.
-            "TORCH_EXTENSIONS_DIR": str(sglang_folder / f"built-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"),
+            "TORCH_EXTENSIONS_DIR": str(built),
         }
         if mode:
             variables["HICACHE_OBS"] = mode
@@ -105,21 +102,67 @@ def environment(sglang_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return make
 
 
+class Server:
+    """A process that has imported one release, and forks for every run of the harness."""
+
+    def __init__(self, variables: dict[str, str], folder: Path) -> None:
+        self._folder = folder
+        self._runs = 0
+        plain = {name: value for name, value in variables.items() if not name.startswith("HICACHE_OBS")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(HERE / "harness.py"), "--serve"],
+            env=plain,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, scenarios: Sequence[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        """The harness's scenarios with these variables."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._runs += 1
+        out, err = (self._folder / f"{self._runs}.{name}" for name in ("out", "err"))
+        request = {"environ": variables, "scenarios": list(scenarios), "stdout": str(out), "stderr": str(err)}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        code = self._process.stdout.readline()
+        assert code, "the harness's server has ended"
+        return subprocess.CompletedProcess(request["scenarios"], int(code), out.read_text(), err.read_text())
+
+    def stop(self) -> None:
+        """End it: all it ran is over."""
+        self._process.kill()
+        self._process.communicate()
+
+
 @pytest.fixture(scope="session")
-def outcomes(environment: Callable[..., dict[str, str]]) -> Callable[..., dict[str, Outcome]]:
+def harness(
+    environment: Callable[..., dict[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """``harness(scenarios, variables, version)``: a run of the harness in a process of its own."""
+    servers: dict[str, Server] = {}
+
+    def run(
+        scenarios: Sequence[str], variables: dict[str, str], version: str = NEWEST
+    ) -> subprocess.CompletedProcess[str]:
+        if version not in servers:
+            servers[version] = Server(environment(version, ""), tmp_path_factory.mktemp("server"))
+        return servers[version].run(scenarios, variables)
+
+    yield run
+    for server in servers.values():
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def outcomes(
+    environment: Callable[..., dict[str, str]], harness: Callable[..., subprocess.CompletedProcess[str]]
+) -> Callable[..., dict[str, Outcome]]:
     """``outcomes(scenarios, version, mode)``: runs the harness once for them and judges every ring."""
 
     @lru_cache
     def run(scenarios: tuple[str, ...], version: str, mode: str) -> dict[str, Outcome]:
-        variables = environment(version, mode)
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(HERE / "harness.py"), *scenarios],
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        done = harness(scenarios, environment(version, mode), version)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         assert len(lines) == len(scenarios), done.stderr[-4000:]
         return {told["scenario"]: judge(told) for told in lines}

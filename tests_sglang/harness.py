@@ -1,6 +1,8 @@
 """Drives the real SGLang classes on the CPU, in the scheduler's own order, and says what the pages ended with.
 
     python harness.py SCENARIO...        each in a fork of its own; one JSON line per scenario on standard output
+    python harness.py --serve            the same for every request on standard input, each in a fork of its own: SGLang
+                                         is imported once, which takes longer than most scenarios
 
 Real: the plugin loaded by ``load_plugins()``, HiCacheController or HybridCacheController, pools, allocator, transfer
 engine, layer counters, ``ModelRunner.forward``, ``Scheduler._apply_war_barrier``. Not real: the model (a forward
@@ -32,8 +34,10 @@ for _name in ("nms", "qnms"):  # torchvision's wheel cannot load its operators b
         torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 torch.set_num_threads(1)
 
+from hicache_obs.recorder.server import ServerRecorder  # noqa: E402
 from hicache_obs.records import StreamKind, Work  # noqa: E402
-from hicache_obs.sglang import install  # noqa: E402
+from hicache_obs.sglang import install, transfers  # noqa: E402
+from hicache_obs.sglang.session import Session  # noqa: E402
 from hicache_obs.sglang.streams import stream_adapters  # noqa: E402
 from hicache_obs.streams.virtual import VirtualDevice  # noqa: E402
 
@@ -61,7 +65,14 @@ try:
 except ImportError:
     transfer_module = None
 
-FAULT = os.environ.get("HARNESS_FAULT", "")
+with contextlib.suppress(ImportError):  # for the forks, which would each import it anew
+    import sglang.test.kits.unified_radix_cache.fixtures
+    import sglang.test.test_utils  # noqa: F401
+
+
+def fault() -> str:
+    """What is to go wrong in this process."""
+    return os.environ.get("HARNESS_FAULT", "")
 
 
 def break_every_hook() -> None:
@@ -73,12 +84,17 @@ def break_every_hook() -> None:
 
     for name in ("SGLANG_ADAPTERS", "CPU_ADAPTERS", "EXTRA_ADAPTERS"):
         rows = getattr(install, name)
-        setattr(install, name, type(rows)(replace(row, before=fail, after=fail, failed=fail) for row in rows))
+        broken = (row if row.direct else replace(row, before=fail, after=fail, failed=fail) for row in rows)
+        setattr(install, name, type(rows)(broken))
+    # Whole hooks keep the promises themselves: it is what they call that fails.
+    ServerRecorder.put = Session.event = transfers._first_of_layers = fail
 
 
-if FAULT == "hooks":
-    break_every_hook()
-load_plugins()
+def load() -> None:
+    """Load the plugins as a scheduler does, for this process and its forks."""
+    if fault() == "hooks":
+        break_every_hook()
+    load_plugins()
 
 
 class TorchCpu:
@@ -561,13 +577,13 @@ def published() -> Any:
 
 def run(words: str) -> dict[str, Any]:
     """One scenario in this process."""
-    if FAULT == "disk":  # what a full disk says, to any file of this process
+    if fault() == "disk":  # what a full disk says, to any file of this process
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     scenario = Scenario(words)
     action = next((fn for word, fn in ACTIONS.items() if word in scenario), loadback)
     with published():
         engine = (TreeEngine if action in (tree, retraction) else Engine)(scenario)
-        if FAULT == "ring":  # more than the smallest ring holds, and nobody reads it
+        if fault() == "ring":  # more than the smallest ring holds, and nobody reads it
             for _ in range(100):
                 engine.device.Event().record()
         try:
@@ -612,5 +628,37 @@ def main(scenarios: list[str]) -> int:
     return 0
 
 
+def serve() -> None:
+    """Answer requests: ``{"environ": {...}, "scenarios": [...], "stdout": PATH, "stderr": PATH}``, a line each.
+
+    A request is run in a fork that has these variables and no others of ours; the answer is a line with its exit
+    code, once it is over.
+    """
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.environ.update(request["environ"])
+            code = 70
+            try:
+                load()
+                code = main(request["scenarios"])
+            except BaseException:  # noqa: BLE001 whoever asked reads it
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        load()
+        sys.exit(main(sys.argv[1:]))

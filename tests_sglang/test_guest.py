@@ -16,36 +16,34 @@ SCENARIOS = ["base+readdone+writefence+loadfence+deferred", "base+coarse+writefe
 RAISES = "base+readdone+writefence+loadfence+raise"
 
 
-def run(environment, scenarios, **more):
-    """The harness's own account of each scenario, by name."""
-    mode = more.pop("mode", "observe")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("harness.py")), *scenarios],
-        env=environment("0.5.23", mode, **more),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    told = {line["scenario"]: line for line in map(json.loads, filter(None, done.stdout.splitlines()))}
-    for outcome in told.values():
-        assert "error" not in outcome, outcome["error"]
-    return told, done.stderr
+@pytest.fixture(scope="module")
+def run(environment, harness):
+    """``run(scenarios, mode, **variables)``: the harness's own account of each scenario by name, and its log."""
+
+    def run(scenarios, mode="observe", **more):
+        done = harness(scenarios, environment("0.5.23", mode, **more))
+        told = {line["scenario"]: line for line in map(json.loads, filter(None, done.stdout.splitlines()))}
+        for outcome in told.values():
+            assert "error" not in outcome, outcome["error"]
+        assert len(told) == len(scenarios), done.stderr
+        return told, done.stderr
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def alone(environment):
+def alone(run):
     """Without the plugin."""
-    return run(environment, [*SCENARIOS, RAISES], mode="")[0]
+    return run([*SCENARIOS, RAISES], mode="")[0]
 
 
 def results(told):
     return {name: (outcome["content"], outcome.get("raised")) for name, outcome in told.items()}
 
 
-def test_round_trips_are_the_same_with_and_without_the_plugin(environment, alone):
+def test_round_trips_are_the_same_with_and_without_the_plugin(run, alone):
     assert all("hooked" not in outcome for outcome in alone.values())
-    observed, _ = run(environment, [*SCENARIOS, RAISES])
+    observed, _ = run([*SCENARIOS, RAISES])
     assert results(observed) == results(alone)
     assert alone[SCENARIOS[0]]["content"] == [11.0]
     assert alone[RAISES]["raised"] == "RuntimeError: the model failed"
@@ -53,8 +51,8 @@ def test_round_trips_are_the_same_with_and_without_the_plugin(environment, alone
     assert all(outcome["errors"] == {} for outcome in observed.values())
 
 
-def test_every_hook_raising_changes_nothing_and_capture_ends(environment, alone):
-    broken, log = run(environment, [*SCENARIOS, RAISES], HARNESS_FAULT="hooks")
+def test_every_hook_raising_changes_nothing_and_capture_ends(run, alone):
+    broken, log = run([*SCENARIOS, RAISES], HARNESS_FAULT="hooks")
     assert results(broken) == results(alone)
     for outcome in broken.values():
         assert sum(outcome["errors"].values()) >= 16
@@ -63,15 +61,15 @@ def test_every_hook_raising_changes_nothing_and_capture_ends(environment, alone)
     assert "nothing is recorded from now on: 16 failures in a row" in log
 
 
-def test_a_full_ring_changes_nothing_and_counts_drops(environment, alone):
-    full, _ = run(environment, SCENARIOS, HICACHE_OBS_RING_SLOTS="64", HARNESS_FAULT="ring")
+def test_a_full_ring_changes_nothing_and_counts_drops(run, alone):
+    full, _ = run(SCENARIOS, HICACHE_OBS_RING_SLOTS="64", HARNESS_FAULT="ring")
     assert results(full) == {name: results(alone)[name] for name in SCENARIOS}
     assert all(outcome["dropped"]["RING_FULL"] > 0 for outcome in full.values())
     assert all(outcome["errors"] == {} for outcome in full.values())
 
 
-def test_a_full_disk_changes_nothing_and_is_said_once(environment, alone):
-    full, log = run(environment, SCENARIOS[:1], HARNESS_FAULT="disk")
+def test_a_full_disk_changes_nothing_and_is_said_once(run, alone):
+    full, log = run(SCENARIOS[:1], HARNESS_FAULT="disk")
     assert results(full) == {SCENARIOS[0]: results(alone)[SCENARIOS[0]]}
     assert full[SCENARIOS[0]]["off"]
     assert full[SCENARIOS[0]]["ring"] is None
@@ -79,36 +77,29 @@ def test_a_full_disk_changes_nothing_and_is_said_once(environment, alone):
     assert "File too large" in log
 
 
-def test_the_ring_of_a_killed_process_is_whole(environment):
+def test_the_ring_of_a_killed_process_is_whole(environment, harness):
     from hicache_obs.readers.ring import read_ring
     from hicache_obs.records import EventRecord
 
     variables = environment()
-    subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("harness.py")), "base+kill"],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    harness(["base+kill"], variables)
     (ring,) = Path(variables["HICACHE_OBS_DIR"]).glob("*.ring")
     assert sum(isinstance(record, EventRecord) for record in read_ring(ring)) == 200
 
 
-def test_the_plugin_starts_the_nodes_agent_and_its_death_changes_nothing(environment, alone):
+def test_the_plugin_starts_the_nodes_agent_and_its_death_changes_nothing(run, alone):
     """The agent is found by its lock, killed, and what it left in the rings is judged by the next one."""
     from hicache_obs.recorder.agent_lock import running_agent
 
     racy = "base+readdone+writefence+deferred"
-    told, _ = run(environment, [racy], HICACHE_OBS_AGENT="on", HICACHE_OBS_PORT="0")
+    told, _ = run([racy], HICACHE_OBS_AGENT="on", HICACHE_OBS_PORT="0")
     directory = Path(told[racy]["ring"]).parent
     give_up = time.monotonic() + 120
     while not running_agent(directory).get("pid") and time.monotonic() < give_up:
         time.sleep(0.2)
     pid = int(running_agent(directory)["pid"])
     os.kill(pid, signal.SIGKILL)
-    again, _ = run(environment, SCENARIOS[:1], HICACHE_OBS_DIR=str(directory))
+    again, _ = run(SCENARIOS[:1], HICACHE_OBS_DIR=str(directory))
     assert results(again)[SCENARIOS[0]] == results(alone)[SCENARIOS[0]]
     command = [sys.executable, "-m", "hicache_obs", "agent", "--once", "--dir", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -153,3 +153,10 @@ def test_a_storage_read_without_the_hand_over_would_race(found):
     analyzer.feed(record for record in trace if not isinstance(record, ThreadRecv))
     analyzer.finish()
     assert sum(tally.verdicts.values()) > 0
+
+
+def test_enforce_adds_nothing_where_the_fences_are(outcomes):
+    name = "base+readdone+writefence+loadfence+deferred"
+    outcome = outcomes([name], "0.5.23", "enforce")[name]
+    assert outcome.told["fences_added"] == {}
+    assert outcome.right

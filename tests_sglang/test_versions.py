@@ -1,8 +1,17 @@
-"""The same scenario on the code of older releases: who has which fence, and what ``enforce`` adds."""
+"""The same scenario on the code of older releases: who has which fence, what ``enforce`` adds, and that the audit,
+which only reads their source, says the same.
+
+In one module, for two workers must not import a release each: run with ``--dist loadfile``.
+"""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+
+from hicache_obs.sglang.audit import Verdict, audit
 
 LOAD = "base+readdone+writefence+loadfence+deferred"
 WRITE = "base+readdone+writeback+writefence+deferred"
@@ -40,7 +49,24 @@ def test_enforce_adds_the_missing_fences_and_the_pages_are_right(outcomes, versi
     assert found[LOAD].trace.names.status["fences added load"] == 1
 
 
-def test_enforce_adds_nothing_where_the_fences_are(outcomes):
-    outcome = outcomes([LOAD], "0.5.23", "enforce")[LOAD]
-    assert outcome.told["fences_added"] == {}
-    assert outcome.right
+def verdicts(sglang_folder, version):
+    source = sglang_folder / f"sglang-{version}" / "sglang"
+    if not source.is_dir():
+        source = next(Path(place) / "sglang" for place in sys.path if (Path(place) / "sglang" / "srt").is_dir())
+    return {audited.path.path: audited.verdict for audited in audit(source)}
+
+
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.18", "0.5.20", "0.5.22"])
+def test_the_audit_says_what_load_back_and_write_back_do(release, sglang_folder, version):
+    found, ran = verdicts(sglang_folder, version), release(version)
+    assert (found["load-back"] is Verdict.ORDERED) is not bool(ran["load"].hazards)
+    assert (found["write-back"] is Verdict.ORDERED) is not bool(ran["write"].hazards)
+
+
+def test_the_newest_release_has_no_race_left(sglang_folder):
+    found = verdicts(sglang_folder, "0.5.23")
+    assert Verdict.RACE not in found.values()
+    assert [path for path, verdict in found.items() if verdict is Verdict.UNDECIDED] == [
+        "linkers, load",
+        "MLA host deduplication",
+    ]

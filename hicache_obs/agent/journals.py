@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hicache_obs.agent import scrape_mark
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.errors import ConfigError, TraceError
 from hicache_obs.readers.journal import JournalInfo, JournalWriter, newest_run, read_definitions, read_segment
@@ -60,18 +61,29 @@ class Rebuilt:
     problem: TraceError | None = None
 
 
-def rebuild(analyzer: Analyzer, folder: Path | None, info: RingInfo, *, tail: int) -> Rebuilt:
+def rebuild(
+    analyzer: Analyzer,
+    folder: Path | None,
+    info: RingInfo,
+    *,
+    tail: int,
+    unshown: int | None = None,
+    listen: Callable[[], None] = lambda: None,
+) -> Rebuilt:
     """Bring ``analyzer`` to the state of the agent that has freed all records before ``tail``.
 
     What the journal does not hold is lost to the analyzer, and it is told so: pairs with such accesses are unknown.
 
     Args:
-        analyzer: A new one, with nobody listening: the other agent has reported all this.
+        analyzer: A new one, with nobody listening: the other agent has reported all before ``unshown``.
         folder: Of this ring's journal; ``None`` without journals.
         info: The ring's header.
         tail: Number of the first record that is still in the ring.
+        unshown: Number of the first record whose results nobody has been shown; by default ``tail``.
+        listen: Called before that one is fed.
     """
-    number = 0
+    unshown = tail if unshown is None else unshown
+    number, listening = 0, False
     last: JournalInfo | None = None
     definitions: list[Define] = []
     problem = None
@@ -83,7 +95,11 @@ def rebuild(analyzer: Analyzer, folder: Path | None, info: RingInfo, *, tail: in
                 number = header.records_before
             for batch in read_segment(file, []):
                 definitions = [*definitions, *(r for r in batch if type(r) is Define)][-MAX_DEFINITIONS:]
-                number += _feed(analyzer, batch, tail - number)
+                for part in _split(batch, unshown - number):
+                    if unshown <= number < tail and not listening:
+                        listening = True
+                        listen()
+                    number += _feed(analyzer, part, tail - number)
             last = header
     except TraceError as error:
         last, problem = None, error
@@ -105,6 +121,15 @@ def _newest_segments(folder: Path, rank: int) -> list[tuple[Path, JournalInfo]]:
         first -= 1
         size += run[first][0].stat().st_size
     return run[first:]
+
+
+def _split(batch: Sequence[AnyRecord], first: int) -> list[Sequence[AnyRecord]]:
+    """``batch`` in two: the records that stand for less than ``first`` ones, and those behind; only parts with any."""
+    count = place = 0
+    while place < len(batch) and count < first:
+        count += records_of(batch[place])
+        place += 1
+    return [part for part in (batch[:place], batch[place:]) if part]
 
 
 def _feed(analyzer: Analyzer, batch: Sequence[AnyRecord], limit: int) -> int:
@@ -214,8 +239,10 @@ class RingJournal:
                 continue
             file.unlink()
             total -= sizes[file]
-            if file.parent != self.folder and not any(file.parent.iterdir()):
-                os.rmdir(file.parent)
+            if file.parent != self.folder and not any(file.parent.glob("*.arrows")):
+                scrape_mark.remove(file.parent)
+                if not any(file.parent.iterdir()):
+                    os.rmdir(file.parent)
 
 
 def _made(folder: Path) -> str:

@@ -43,6 +43,7 @@ class NodeOptions:
         cpu_share: Part of one core the agent may use, above 0, at most 1.
         keep: Leave finished rings where they are, instead of moving them to ``finished``.
         finished_rings: Moved rings that are kept.
+        scraped: See ``RankReader``; whoever serves the metrics says when they are read, with ``scraped``.
     """
 
     directory: Path
@@ -52,6 +53,7 @@ class NodeOptions:
     cpu_share: float = 0.5
     keep: bool = False
     finished_rings: int = 16
+    scraped: bool = False
 
 
 @dataclass(slots=True)
@@ -107,6 +109,7 @@ class NodeAgent:
         """Rings in the directory that need nothing more."""
         self._check_at = 0.0
         self._turn = 0
+        self._was_scraped = False
         self._directory_problems = Problems(metrics, None)
 
     def describe(self, **facts: str) -> None:
@@ -126,6 +129,10 @@ class NodeAgent:
             return "the ring directory has not been read yet"
         silent_s = time.monotonic() - self._turned_at
         return f"the last cycle ended {silent_s:.0f} s ago" if silent_s > STUCK_S else ""
+
+    def scraped(self) -> None:
+        """The metrics are about to be read; on any thread."""
+        self._was_scraped = True
 
     def run(self, wait: Callable[[float], bool]) -> None:
         """Read within the share of a core; blocks until ``wait(seconds)``, called between cycles, returns True.
@@ -170,15 +177,22 @@ class NodeAgent:
                 self._finish(key, rank)
             else:
                 rank.show()
+        self._end_turn()
         self._show_ranks()
         self._turned_at = time.monotonic()
         return count
+
+    def _end_turn(self) -> None:
+        scraped, self._was_scraped = self._was_scraped, False
+        for rank in self._ranks.values():
+            rank.turn(scraped=scraped)
 
     def close(self, *, within_s: float = 5.0) -> None:
         """Take in what is there now, for ``within_s`` at most, and give everything back. Idempotent."""
         if self._lock.holds:
             self._discover()
         self._read(time.monotonic() + within_s)
+        self._end_turn()
         for rank in self._ranks.values():
             rank.leave()
         self._ranks.clear()
@@ -232,6 +246,7 @@ class NodeAgent:
                 self._metrics,
                 journals=options.journals,
                 journal_max_bytes=options.journal_max_bytes,
+                scraped=options.scraped,
                 board=self.board,
                 more_sinks=self._more_sinks,
                 follow=self._follow,

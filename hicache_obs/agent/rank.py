@@ -12,13 +12,15 @@ from typing import Final
 from hicache_obs.agent.fanout import Fanout
 from hicache_obs.agent.journals import RingJournal, journal_folder, rebuild
 from hicache_obs.agent.pipeline import Follower, RankPipeline
+from hicache_obs.agent.scrape_mark import ScrapeMark
 from hicache_obs.agent.writers import writer_runs
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.errors import TraceError
 from hicache_obs.exporters.catalogue import Phase, RingProblem
 from hicache_obs.exporters.findings_board import BoardSink, FindingsBoard
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink
+from hicache_obs.exporters.metrics_sink import MetricsSink
+from hicache_obs.exporters.prometheus import Metrics
 from hicache_obs.readers.ring import RingInfo, RingReader
 from hicache_obs.records import Define, Ranks
 
@@ -87,6 +89,7 @@ class RankReader:
         metrics: Gets everything about this rank.
         journals: Directory of the journals; ``None`` for none.
         journal_max_bytes: Of this rank.
+        scraped: Somebody reads ``metrics`` again and again: what was not read yet is counted by the next agent.
         board: Gets the findings.
         more_sinks: Further listeners.
         follow: Makes those that want the records too; what an agent before this one has judged does not come again.
@@ -103,6 +106,7 @@ class RankReader:
         *,
         journals: Path | None,
         journal_max_bytes: int,
+        scraped: bool,
         board: FindingsBoard,
         more_sinks: MoreSinks,
         follow: Follow,
@@ -121,6 +125,9 @@ class RankReader:
             self._metrics = metrics
             self._of = metrics.rank(self.rank)
             self._journal: RingJournal | None = None
+            self._mark: ScrapeMark | None = None
+            if scraped and journals is not None and not self.done:
+                self._mark = ScrapeMark(journal_folder(journals, path, self.reader.info), begin=self.reader.position)
             self._board, self._pipeline = self._open(journals, journal_max_bytes, board, more_sinks, follow)
         except BaseException:
             self.reader.close()
@@ -130,13 +137,22 @@ class RankReader:
         self, journals: Path | None, max_bytes: int, board: FindingsBoard, more_sinks: MoreSinks, follow: Follow
     ) -> tuple[BoardSink, RankPipeline]:
         reader = self.reader
-        fanout = Fanout()  # what is rebuilt has been reported by the agent before this one
+        fanout = Fanout()  # what is rebuilt has been reported by the agent before this one, but for its last seconds
         analyzer = Analyzer(fanout)
+        counted = MetricsSink(self._metrics, self.rank, accepts=self._accepts)
+        shown = board.sink(self.rank, analyzer)
         kept = reader.position
         definitions: Sequence[Define] = ()
         if not self.done:
             folder = None if journals is None else journal_folder(journals, self.path, reader.info)
-            known = rebuild(analyzer, folder, reader.info, tail=reader.position)
+            known = rebuild(
+                analyzer,
+                folder,
+                reader.info,
+                tail=reader.position,
+                unshown=None if self._mark is None else self._mark.first,
+                listen=lambda: fanout.listen([counted, shown]),
+            )
             kept, definitions = known.kept, known.definitions
             if known.problem is not None:
                 self._problems.note(RingProblem.JOURNAL, f"{known.problem}; earlier records are unknown")
@@ -153,8 +169,6 @@ class RankReader:
         followers = () if self.done else follow(WatchedRing(self.path, reader.info, analyzer, self.journal))
         for follower in followers:
             follower.on_batch(definitions, last=False)
-        counted = MetricsSink(self._metrics, self.rank, accepts=self._accepts)
-        shown = board.sink(self.rank, analyzer)
         fanout.listen([counted, shown, *more_sinks(self.rank, analyzer), *followers])
         return shown, RankPipeline(reader, analyzer, journal=self._journal, kept=kept, followers=followers)
 
@@ -234,6 +248,11 @@ class RankReader:
         if seen is not None:
             self._metrics.set_observable(seen, self.rank)
         self._show_pending()
+
+    def turn(self, *, scraped: bool) -> None:
+        """A cycle is over; ``scraped``: the metrics were read since the last one."""
+        if self._mark is not None:
+            self._mark.turn(self.reader.position, scraped=scraped)
 
     def _show_pending(self) -> None:
         """Transfers under way, as far as they are followed: none of a rank that is not judged any more."""

@@ -46,7 +46,7 @@ class Causes:
             stream: The waiting stream; for a thread the stream that it synchronised with.
         """
         former = None if snapshot is None else snapshot.former
-        self._waits.append(_Wait(waiter, stream, snapshot, former, seq, self._order.clock(waiter)[waiter]))
+        self._waits.append(_Wait(waiter, stream, snapshot, former, seq, self._order.clocks[waiter][0][waiter]))
 
     def of(self, conflict: Conflict, later: Operation, actor: Actor, proof: Proof) -> tuple[Cause, StreamId | None]:
         """The cause, and for ``WRONG_STREAM`` the stream that waits, or was waited for, instead."""

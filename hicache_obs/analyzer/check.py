@@ -6,6 +6,7 @@ times are known, whether the measured order was kept. Both answers meet in ``fin
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,9 +20,10 @@ from hicache_obs.analyzer.fence_cost import FenceMeter
 from hicache_obs.analyzer.foreign import Foreign
 from hicache_obs.analyzer.handover import Blocks, Channels
 from hicache_obs.analyzer.hazards import CHECKED, IO_ROLE, Hazards, role
+from hicache_obs.analyzer.measured import Measured
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.ownership import Ownership
-from hicache_obs.analyzer.shadow import Conflict, Label, Lookup, Operation, Shadow
+from hicache_obs.analyzer.shadow import Conflict, Label, Operation, Shadow, Touching
 from hicache_obs.analyzer.taint import Taint
 from hicache_obs.analyzer.verdicts import Pair, Verdicts
 from hicache_obs.costs import AnalysisSink, PendingTransfers
@@ -32,6 +34,7 @@ from hicache_obs.findings import (
 )
 from hicache_obs.records import (
     IN_ORDER,
+    NO_OP,
     Access,
     Collective,
     Define,
@@ -77,9 +80,10 @@ MAX_GRAPHS: Final = 4096
 """Executable graphs known; a replay of an older one may follow anything."""
 _NAMED: Final = frozenset({DefineSpace.STREAM, DefineSpace.THREAD, DefineSpace.SITE, DefineSpace.ENGINE})
 """What findings name. Requests, events and I/O have new ids for ever."""
-_CHECKED: Final = {(what, int(space), int(mode)): hazards for (what, space, mode), hazards in CHECKED.items()}
-"""``CHECKED`` by plain numbers: an enum takes long to hash."""
-_NOTHING: Final = (0, 0)
+_SUMS: Final = 4 * len(Space)
+"""Numbers that ``Shadow.enter`` sums up: pages and pairs by space and mode."""
+_RESTORED: Final = 4 * Space.DEVICE + 2 * Mode.WRITE
+"""Place of the device pages that a restore writes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,16 +129,17 @@ class Analyzer:
         self._sink = sink
         self._order = Order()
         self._shadow = Shadow()
+        self._measured = Measured()
         self._taint = Taint()
         self._names = Names()
         self._hazards = Hazards(self._shadow)
         self._foreign = Foreign()
         self._early = EarlyLaunches(self._order)
         self._causes = Causes(self._order, self._shadow, self._hazards, self._foreign)
-        self._verdicts = Verdicts(sink, self._names, self._shadow, self._hazards, self._taint)
+        self._verdicts = Verdicts(sink, self._names, self._shadow, self._measured, self._hazards, self._taint)
         self._live = self._verdicts.live
         self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
-        self._meter = FenceMeter(sink, self._hazards.between)
+        self._meter = FenceMeter(sink, self._shadow, self._measured, self._hazards.between)
         self._graphs: dict[int, Snapshot] = {}
         """By graph, its newest replay; ``_graphs_forgotten``: older graphs were dropped."""
         self._graphs_forgotten = False
@@ -145,10 +150,8 @@ class Analyzer:
         self._ended: dict[int, Snapshot] = {}
         self._ends_forgotten = False
         self._io_slots: list[int] = []
-        self._labels: dict[Actor, Label] = {}
-        """What each stream ran last: the layers of a round and of a transfer share one label."""
-        self._checked: dict[tuple[str, int, int], tuple[int, int]] = {}
-        """Pages and pairs looked up by role, space and mode; the sink has not heard of them yet."""
+        self._sums: defaultdict[str, list[int]] = defaultdict(lambda: [0] * _SUMS)
+        """By role, what was looked up and the sink has not heard of yet."""
         self._owned = 0
         """Pages whose owner was looked up, likewise."""
         self._seq = 0
@@ -226,6 +229,7 @@ class Analyzer:
         floor = self._order.floor()
         self._order.prune()
         self._shadow.prune(floor)
+        self._measured.forget(self._shadow.oldest)
         self._verdicts.bound()
         self._meter.bound()
         for graph in list(islice(self._graphs, max(0, len(self._graphs) - MAX_GRAPHS))):
@@ -241,23 +245,34 @@ class Analyzer:
     # -- operations ------------------------------------------------------------------------------------------
 
     def _on_work(self, record: Kernel | Memcpy) -> None:
-        stream = actor = self._order.issue(record.stream, record.thread)
-        label = self._labels.get(stream)
-        if (
-            label is None
-            or label.number != record.group
-            or label.site != record.site
-            or label.thread != record.thread
-            or label.what != role(record)
-        ):
-            label = Label(role(record), record.site, record.stream, record.group, record.thread)
-            self._labels[stream] = label
+        order, shadow = self._order, self._shadow
+        stream = actor = order.issue(record.stream, record.thread)
         if self._early.active and isinstance(record, Kernel):
             actor = self._early.place(record, stream, self._seq)
-        operation = self._enter(record, actor, label)
+        group = shadow.newest.get(actor)
+        if (
+            group is None
+            or group.accesses is not record.accesses
+            or (label := group.label).number != record.group
+            or label.site != record.site
+            or label.thread != record.thread
+            or label.kind is not type(record)
+        ):
+            label = Label(role(record), record.site, record.stream, record.group, record.thread, type(record))
+            operation = self._enter(record, actor, label)
+        elif (
+            group.owned_at == self._ownership.changes
+            and not self._foreign.memory
+            and (found := shadow.extend(group, order.clocks[actor][0], record, self._seq)) is not None
+        ):
+            operation = found
+            self._taint.step(operation)
+            order.advance(actor)
+        else:
+            operation = self._enter(record, actor, label)
         if actor != stream:
-            self._order.follow(stream, actor)
-        self._live[record.op] = (operation,)
+            order.follow(stream, actor)
+        self._live[record.op] = operation
         self._meter.on_operation(stream, operation, record)
 
     def _on_host_access(self, record: HostAccess) -> None:
@@ -268,7 +283,7 @@ class Analyzer:
     def _on_relocate(self, record: Relocate) -> None:
         stream = self._order.issue(record.stream, record.thread)
         label = Label("relocate", record.site, record.stream, 0, record.thread)
-        self._live[record.op] = (self._enter(record, stream, label),)
+        self._live[record.op] = self._enter(record, stream, label)
         for access in record.accesses:
             if access.mode is Mode.READ:
                 self._shadow.note_move(access, self._seq)
@@ -280,16 +295,14 @@ class Analyzer:
         if record.nodes:
             self._replay = _Replay(record, stream, label)
             return
-        self._live[record.op] = (self._enter(record, stream, label),)
+        self._live[record.op] = self._enter(record, stream, label)
         self._graphs[record.graph] = self._order.note(stream, self._seq)
 
     def _launch(self, record: GraphReplay) -> Actor:
         """A replay follows its stream and earlier replays of the graph; host-side waits around it do not replay."""
         order = self._order
         stream = order.issue(record.stream, record.thread)
-        earlier = self._graphs.pop(
-            record.graph, None
-        )  # noted again behind all others: the table is in order of replays
+        earlier = self._graphs.pop(record.graph, None)  # noted again behind all others: in order of replays
         if earlier is not None:
             order.join(stream, earlier)
         elif self._graphs_forgotten:
@@ -310,7 +323,8 @@ class Analyzer:
             order.record(record.event, actor, self._seq)
         else:
             operation = self._enter(record, actor, replay.label, op=replay.record.op)
-            self._live[replay.record.op] = (*self._live.get(replay.record.op, ()), operation)
+            operation.within = True
+            self._verdicts.await_entry(operation)
         replay.seen.append(record.index)
         if len(replay.seen) == replay.record.nodes:
             self._close_replay()
@@ -366,55 +380,56 @@ class Analyzer:
 
     def _enter(
         self,
-        record: Kernel | Memcpy | HostAccess | GraphReplay | GraphNode | Relocate | IoBegin,
+        record: Touching,
         actor: Actor,
         label: Label,
         *,
         op: OpId | None = None,
     ) -> Operation:
         """Check an operation and add it to the history; ``op`` replaces the record's id (a graph's entries)."""
-        order = self._order
-        operation, conflicts, lookups = self._shadow.enter(
-            actor,
-            record.accesses,
-            record.layers,
-            order.clock(actor),
-            record.op if op is None else op,
-            self._seq,
-            record.host_ns,
-            label,
+        operation, conflicts, owned = self._shadow.enter(
+            actor, self._order.clock(actor), record, record.op if op is None else op, self._seq, label, self._sums
         )
-        for lookup in lookups:
-            self._count(label.what, lookup)
-        self._taint.step(operation, record.rows if isinstance(record, Kernel) else None)
+        group = operation.group
+        self._taint.step(operation)
         if self._foreign.memory:
             self.totals.shared += self._foreign.touched(record.accesses)
-        if operation.group.owned_at != self._ownership.changes:
-            self._owned += self._ownership.check(operation)
+        if group.owned_at != self._ownership.changes:
+            self._check_owner(operation, owned)
         for conflict in conflicts:
             self._on_conflict(conflict, operation, actor)
-        order.advance(actor)
+        self._order.advance(actor)
         return operation
 
-    def _count(self, what: str, lookup: Lookup) -> None:
-        access = lookup.access
-        pages, pairs = len(access.ids), lookup.pairs
-        self.totals.lookups += pairs
-        key = what, access.space + 0, access.mode + 0
-        known_pages, known_pairs = self._checked.get(key, _NOTHING)
-        self._checked[key] = known_pages + pages, known_pairs + pairs
-        if what == "restore" and access.space is Space.DEVICE:
-            self.totals.pages_checked += pages
-            self.totals.pairs_checked += pairs
+    def _check_owner(self, operation: Operation, owned: int) -> None:
+        """Judge an operation by its pages' owners, unless the look-up has shown that all of them may be used.
+
+        Args:
+            owned: How many pages of a new group have a known owner, -1 if nothing was looked up.
+        """
+        group = operation.group
+        if owned < 0 or group.suspect or operation.label.what == "relocate":
+            owned = self._ownership.check(operation)
+        else:
+            group.owned_at = self._ownership.changes
+        self._owned += owned
 
     def _flush_checked(self) -> None:
         """Tell the sink what was looked up since the last time."""
-        for key, (pages, pairs) in self._checked.items():
-            for hazard in _CHECKED[key]:
-                self._sink.on_checked(hazard, pages, pairs)
-        self._checked.clear()
+        sink, totals = self._sink, self.totals
+        for what, sums in self._sums.items():
+            for at, hazards in CHECKED[what]:
+                pages, pairs = sums[at], sums[at + 1]
+                if pages:
+                    for hazard in hazards:
+                        sink.on_checked(hazard, pages, pairs)
+                    totals.lookups += pairs
+                    if what == "restore" and at == _RESTORED:
+                        totals.pages_checked += pages
+                        totals.pairs_checked += pairs
+        self._sums.clear()
         if self._owned:
-            self._sink.on_checked(Hazard.LIFETIME, self._owned, self._owned)
+            sink.on_checked(Hazard.LIFETIME, self._owned, self._owned)
             self._owned = 0
 
     def _on_conflict(self, conflict: Conflict, later: Operation, actor: Actor) -> None:
@@ -432,35 +447,38 @@ class Analyzer:
         later.unordered += (earlier.op,)
         self._taint.race(earlier, later, conflict.overlaps)
         cause, stream = self._causes.of(conflict, later, actor, proof)
-        self._verdicts.expect(Pair(conflict, later, proof, cause, stream))
+        hazard = self._hazards.of(conflict.overlaps, earlier, later)
+        self._verdicts.expect(Pair(conflict, later, hazard, proof, cause, stream))
 
     # -- order -----------------------------------------------------------------------------------------------
 
     def _on_event_record(self, record: EventRecord) -> None:
         order = self._order
         stream = order.issue(record.stream, record.thread)
-        order.record(record.event, stream, self._seq, self._meter.mark(stream, record.host_ns))
+        order.record(record.event, stream, self._seq, record.host_ns, self._meter.last.get(stream, NO_OP))
 
     def _on_event_wait(self, record: EventWait) -> None:
-        snapshot = self._order.current(record.event)
-        self._wait(record, record.stream, snapshot)
+        order = self._order
+        snapshot = order.current(record.event)
+        stream = order.issue(record.stream, record.thread)
+        self._causes.note_wait(stream, record.stream, snapshot, self._seq)
+        if self._early.active:
+            self._early.stop(record.stream)
+        if self._foreign.events and self._foreign.waits(record.event, self._seq):
+            order.suspect(stream)
+        elif snapshot is not None:
+            order.join(stream, snapshot)
+        self._meter.on_wait(stream, record, snapshot)
 
     def _on_wait_stream(self, record: WaitStream) -> None:
         order = self._order
         on = order.issue(record.on, record.thread)
-        snapshot = order.snapshot(on, self._seq, self._meter.mark(on, record.host_ns))
-        self._wait(record, record.waiter, snapshot)
-
-    def _wait(self, record: EventWait | WaitStream, waiter: StreamId, snapshot: Snapshot | None) -> None:
-        order = self._order
-        stream = order.issue(waiter, record.thread)
-        self._causes.note_wait(stream, waiter, snapshot, self._seq)
+        snapshot = order.snapshot(on, self._seq, record.host_ns, self._meter.last.get(on, NO_OP))
+        stream = order.issue(record.waiter, record.thread)
+        self._causes.note_wait(stream, record.waiter, snapshot, self._seq)
         if self._early.active:
-            self._early.stop(waiter)
-        if isinstance(record, EventWait) and self._foreign.waits(record.event, self._seq):
-            order.suspect(stream)
-        elif snapshot is not None:
-            order.join(stream, snapshot)
+            self._early.stop(record.waiter)
+        order.join(stream, snapshot)
         self._meter.on_wait(stream, record, snapshot)
 
     def _on_query(self, record: EventQuery) -> None:
@@ -474,7 +492,7 @@ class Analyzer:
         """The calling thread knows the event's record to be complete."""
         order = self._order
         snapshot, thread = order.current(record.event), order.thread(record.thread)
-        if self._foreign.waits(record.event, self._seq):
+        if self._foreign.events and self._foreign.waits(record.event, self._seq):
             order.suspect(thread)
         elif snapshot is not None:
             order.join(thread, snapshot, polled=polled)
@@ -495,8 +513,7 @@ class Analyzer:
     # -- ownership, times, losses, names -------------------------------------------------------------------
 
     def _on_free(self, record: PageFree) -> None:
-        self._shadow.note_free(record.access, self._seq)
-        self._ownership.free(record)
+        self._ownership.free(record, self._seq)
 
     def _on_tensor_alloc(self, record: TensorAlloc) -> None:
         self._blocks.hand_out(record, self._seq)
@@ -511,13 +528,13 @@ class Analyzer:
 
     def _on_alloc(self, record: PageAlloc) -> None:
         self._taint.allocate(self._seq, record.access)
-        self._ownership.allocate(record)
+        self._ownership.allocate(record, self._seq)
         self._verdicts.rearm(record.access)
 
     def _on_times(self, record: Times) -> None:
         operations = self._verdicts.note_times(record)
         self._taint.timed()
-        self._meter.on_times(record)  # it looks at the operation's times
+        self._meter.on_times(record, operations)  # it looks at their times
         self._verdicts.judge_timed(operations)
 
     def _on_lost(self, record: Lost) -> None:

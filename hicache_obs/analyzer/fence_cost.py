@@ -6,19 +6,18 @@ operation that touched each page; a transfer is judged by its first copy, since 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
 from hicache_obs._struct import Struct
+from hicache_obs.analyzer.measured import Measured
 from hicache_obs.analyzer.order import Actor, Snapshot
-from hicache_obs.analyzer.shadow import Operation
+from hicache_obs.analyzer.shadow import Group, Operation, Shadow
 from hicache_obs.costs import AnalysisSink, FenceCost, PendingTransfers, TransferCost, TransferKind
 from hicache_obs.findings import Hazard
 from hicache_obs.records import (
     NO_OP,
-    Direction,
     EventWait,
     Kernel,
     Memcpy,
@@ -32,48 +31,34 @@ from hicache_obs.records import (
 FENCES: Final = (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
 MAX_WAITS: Final = 4096
 """Waits whose device times may still come."""
-MAX_MARKS: Final = 4096
-"""Event records whose completion is told from what was queued before them."""
+MAX_ENDS: Final = 4096
+"""Ends kept of operations and waits: when an event record was complete is told from what was queued before it."""
+MAX_QUEUED: Final = 16
+"""Waits in front of one operation."""
 MAX_TRANSFERS: Final = 512
 """Transfers whose device times may still come: each keeps its page arrays."""
 
 
 class _Wait(Struct, eq=False):
-    """A wait on a stream; ``mark`` is what was last queued on the stream it waits for, and when."""
+    """A wait on a stream; ``snapshot`` is what it waits for."""
 
     op: OpId
     purpose: Purpose
     issued_ns: int
-    mark: _Mark | None
+    snapshot: Snapshot | None
     start_ns: int | None = None
     end_ns: int | None = None
 
 
-class _Mark(Struct, eq=False):
-    """Last timed item before a record on its stream; the record completes when both are past.
-
-    An old mark forgets its item, which would keep page arrays and, through waits, ever older items alive.
-    """
-
-    item: Operation | _Wait | None
-    issued_ns: int
-
-    def completed_ns(self) -> int | None:
-        """When the record completed, ``None`` while unknown."""
-        if self.item is None:
-            return self.issued_ns
-        return None if self.item.end_ns is None else max(self.issued_ns, self.item.end_ns)
-
-
-_FORGOTTEN: Final = _Wait(NO_OP, Purpose.PLAIN, 0, None)
-"""An item whose end will never be known."""
+_LAYER_WAIT: Final = _Wait(NO_OP, Purpose.LAYER, 0, None)
+"""Stands for all waits that no transfer waits for: of those only the duration is told."""
+_KINDS: Final = {"restore": TransferKind.RESTORE, "backup": TransferKind.BACKUP}
 
 
 class _Transfer(Struct, eq=False):
     """One load-back or write-back: its first and last copy, and the waits in front of the first.
 
     Attributes:
-        ops: Its copies.
         whole: Layer count of its pool, 0 if never declared; ``layers`` counts those copied.
         untimed: Copies whose times are not known.
         unordered: Whether some copy has a conflict that is not proven ordered.
@@ -84,7 +69,6 @@ class _Transfer(Struct, eq=False):
     waits: list[_Wait]
     first: Operation
     last: Operation
-    ops: list[OpId]
     pages: int
     whole: int
     size_bytes: int = 0
@@ -111,97 +95,103 @@ class FenceMeter:
 
     Args:
         sink: Receives the costs.
+        shadow: Knows what groups have in common.
+        measured: Groups whose times are known.
         hazard: ``hazard(earlier, later)``: what a fence between the two prevents, ``None`` if nothing.
+
+    Attributes:
+        last: What was queued last on each stream and has device times: the mark of a snapshot made now.
     """
 
-    def __init__(self, sink: AnalysisSink, hazard: Callable[[Operation, Operation], Hazard | None]) -> None:
+    def __init__(
+        self,
+        sink: AnalysisSink,
+        shadow: Shadow,
+        measured: Measured,
+        hazard: Callable[[Operation, Operation], Hazard | None],
+    ) -> None:
         self._sink = sink
+        self._shadow = shadow
+        self._measured = measured
         self._hazard = hazard
-        self._last: dict[Actor, Operation | _Wait] = {}
+        self.last: dict[Actor, OpId] = {}
+        self._ends: dict[OpId, int] = {}
+        """When what was measured last ended."""
         self._queued: dict[Actor, list[_Wait]] = {}
         self._waits: dict[OpId, _Wait] = {}
-        self._marks: deque[_Mark] = deque()
-        self._transfers: dict[tuple[bool, int], _Transfer] = {}
-        """By whether it restores, and number; in order of their first copies."""
-        self._of_copy: dict[OpId, _Transfer] = {}
+        self._transfers: dict[tuple[TransferKind, int], _Transfer] = {}
+        """By kind and number; in order of their first copies."""
         self._pool_layers: dict[int, int] = {}
 
     def declare_pool(self, pool: int, layers: int) -> None:
         """State how many layers a device pool has, so that a transfer is known to be complete."""
         self._pool_layers[pool] = layers
 
-    def mark(self, stream: Actor, issued_ns: int) -> object:
-        """Note for a record made on ``stream`` now; handed back in ``on_wait`` with the snapshot."""
-        mark = _Mark(self._last.get(stream), issued_ns)
-        self._marks.append(mark)
-        if len(self._marks) > MAX_MARKS:
-            self._marks.popleft().item = _FORGOTTEN
-        return mark
-
     def on_wait(self, stream: Actor, record: EventWait | WaitStream, snapshot: Snapshot | None) -> None:
         """A wait was queued on ``stream``."""
-        mark = snapshot.mark if snapshot is not None else None
-        wait = _Wait(record.op, record.purpose, record.host_ns, mark if isinstance(mark, _Mark) else None)
-        self._waits[record.op] = self._last[stream] = wait
+        self.last[stream] = op = record.op
         if record.purpose is Purpose.LAYER:
+            self._waits[op] = _LAYER_WAIT
             return
+        self._waits[op] = wait = _Wait(op, record.purpose, record.host_ns, snapshot)
         queued = self._queued.get(stream)
         if queued is None:
             self._queued[stream] = [wait]
         else:
             queued.append(wait)
-            del queued[:-16]
+            if len(queued) > MAX_QUEUED:
+                del queued[0]
 
     def on_operation(self, stream: Actor, operation: Operation, record: Kernel | Memcpy) -> None:
         """An operation was queued on ``stream``."""
+        self.last[stream] = operation.op
         waits = self._queued.pop(stream, None)
-        self._last[stream] = operation
-        if not isinstance(record, Memcpy) or record.direction is Direction.DEVICE_TO_DEVICE:
+        kind = _KINDS.get(operation.label.what)
+        if kind is None:
             return
-        restore = record.direction is Direction.HOST_TO_DEVICE
-        transfer = self._transfers.get((restore, record.group))
+        transfer = self._transfers.get((kind, record.group))
         if transfer is None:
-            kind = TransferKind.RESTORE if restore else TransferKind.BACKUP
-            transfer = self._begin(kind, operation, record, waits or [])
-            self._transfers[restore, record.group] = transfer
+            transfer = self._transfers[kind, record.group] = self._begin(kind, operation, record, waits or [])
         transfer.last = operation
         transfer.size_bytes += record.size_bytes
         transfer.untimed += 1
         if operation.unordered:
             transfer.unordered = True
         if transfer.whole:
-            transfer.layers += min(record.layers[1], transfer.whole) - record.layers[0]
-        transfer.ops.append(record.op)
-        self._of_copy[record.op] = transfer
+            low, high = record.layers
+            transfer.layers += (high if high < transfer.whole else transfer.whole) - low
 
-    def _begin(self, kind: TransferKind, operation: Operation, record: Memcpy, waits: list[_Wait]) -> _Transfer:
+    def _begin(
+        self, kind: TransferKind, operation: Operation, record: Kernel | Memcpy, waits: list[_Wait]
+    ) -> _Transfer:
         device = [access for access in record.accesses if access.space is Space.DEVICE]
         whole = self._pool_layers.get(device[0].pool if device else 0, 0)
         pages = sum(len(access.ids) for access in device)
-        return _Transfer(kind, record.group, waits, operation, operation, [], pages, whole)
+        return _Transfer(kind, record.group, waits, operation, operation, pages, whole)
 
-    def on_times(self, record: Times) -> None:
-        """Device times of a wait or an operation arrived (the operation's own are already set)."""
+    def on_times(self, record: Times, operations: tuple[Operation, ...]) -> None:
+        """Device times of a wait or of ``operations`` arrived (those of an operation are already set)."""
+        self._ends[record.op] = record.end_ns
         wait = self._waits.pop(record.op, None)
-        if wait is not None:
+        if wait is _LAYER_WAIT:
+            self._sink.on_layer_wait(record.end_ns - record.start_ns)
+        elif wait is not None:
             wait.start_ns, wait.end_ns = record.start_ns, record.end_ns
-            if wait.purpose is Purpose.LAYER:
-                self._sink.on_layer_wait(record.end_ns - record.start_ns)
-            return
-        transfer = self._of_copy.pop(record.op, None)
-        if transfer is None:
-            return
-        transfer.untimed -= 1
-        if transfer.whole and transfer.ended:
-            self._complete(transfer)
+        elif operations and (kind := _KINDS.get(operations[0].label.what)) is not None:
+            transfer = self._transfers.get((kind, operations[0].label.number))
+            if transfer is not None:
+                transfer.untimed -= 1
+                if transfer.whole and transfer.ended:
+                    self._complete(transfer)
 
     def bound(self) -> None:
         """Give up on waits and transfers whose times are overdue, so that tables stay bounded."""
         for op in list(islice(self._waits, max(0, len(self._waits) - MAX_WAITS))):
             del self._waits[op]
         for key in list(islice(self._transfers, max(0, len(self._transfers) - MAX_TRANSFERS))):
-            for op in self._transfers.pop(key).ops:
-                self._of_copy.pop(op, None)
+            del self._transfers[key]
+        for op in list(islice(self._ends, max(0, len(self._ends) - MAX_ENDS))):
+            del self._ends[op]
 
     def pending(self) -> tuple[PendingTransfers, ...]:
         """Transfers under way, one entry per direction."""
@@ -217,10 +207,9 @@ class FenceMeter:
             if not transfer.untimed:
                 self._complete(transfer)
         self._transfers.clear()
-        self._of_copy.clear()
 
     def _complete(self, transfer: _Transfer) -> None:
-        del self._transfers[transfer.kind is TransferKind.RESTORE, transfer.number]
+        del self._transfers[transfer.kind, transfer.number]
         for fence in transfer.fences:
             cost = self._cost(transfer, fence)
             if cost is not None:
@@ -245,8 +234,8 @@ class FenceMeter:
         if fence.start_ns is None or fence.end_ns is None or first.start_ns is None:
             return None
         waited = max(0, fence.end_ns - max(fence.start_ns, first.issued_ns))
-        needed_end, hazard = self._needed(first)
-        others = [_released(wait) for wait in transfer.waits if wait is not fence]
+        needed_end, hazard = self._needed(first, min(fence.issued_ns, fence.start_ns))
+        others = [self._released(wait) for wait in transfer.waits if wait is not fence]
         exact = max(fence.start_ns, first.issued_ns, needed_end, *others)
         avoidable = min(waited, max(0, first.start_ns - exact))
         needed = waited - avoidable
@@ -259,11 +248,14 @@ class FenceMeter:
             in_flight=needed_end > fence.issued_ns,
         )
 
-    def _needed(self, first: Operation) -> tuple[int, Hazard | None]:
-        """When the last operation that conflicts with the transfer ended, and the hazard it would have been."""
-        end, hazard = 0, None
-        for group in first.group.prior:
-            if group.end_ns <= end:
+    def _needed(self, first: Operation, after_ns: int) -> tuple[int, Hazard | None]:
+        """When the last operation that conflicts with the transfer ended, and the hazard it would have been.
+
+        What ended before ``after_ns`` needed no fence, and counts as nothing.
+        """
+        end, hazard = after_ns, None
+        for group in sorted(self._measured.after(after_ns, first.group.actor), key=_number):
+            if not self._shadow.was_last(first.group, group):
                 continue
             for earlier in group.members:
                 if earlier.seq < first.seq and (earlier.end_ns or 0) > end:
@@ -272,12 +264,19 @@ class FenceMeter:
                         end, hazard = earlier.end_ns or 0, found
         return end, hazard
 
+    def _released(self, wait: _Wait) -> int:
+        """When the wait's dependency was complete: by its record if known, else by when the stream passed it."""
+        snapshot = wait.snapshot
+        if snapshot is not None and snapshot.mark is not None:
+            if snapshot.mark == NO_OP:
+                return snapshot.issued_ns
+            ended = self._ends.get(snapshot.mark)
+            if ended is not None:
+                return max(snapshot.issued_ns, ended)
+        if wait.end_ns is None or wait.start_ns is None:
+            return 0
+        return wait.end_ns if wait.end_ns > wait.start_ns else 0
 
-def _released(wait: _Wait) -> int:
-    """When the wait's dependency was complete: by its record if known, else by when the stream passed it."""
-    completed = wait.mark.completed_ns() if wait.mark is not None else None
-    if completed is not None:
-        return completed
-    if wait.end_ns is None or wait.start_ns is None:
-        return 0
-    return wait.end_ns if wait.end_ns > wait.start_ns else 0
+
+def _number(group: Group) -> int:
+    return group.number

@@ -21,32 +21,32 @@ class Foreign:
     """Events and memory that a trace defines as shared with another process.
 
     Attributes:
+        events: The events.
+        memory: Whether any memory is shared.
         waited_at: Position of the newest wait for a shared event, -1 without one.
     """
 
     def __init__(self) -> None:
-        self._events: set[EventId] = set()
+        self.events: set[EventId] = set()
         self._pools: set[tuple[Space, int]] = set()
         self._buffers: set[int] = set()
+        self.memory = False
         self.waited_at = -1
-
-    @property
-    def memory(self) -> bool:
-        """Whether any memory is shared."""
-        return bool(self._pools or self._buffers)
 
     def learn(self, define: Define) -> None:
         """Take over one definition; most are none of ours."""
         if define.space is DefineSpace.SHARED_EVENT:
-            self._events.add(EventId(define.id))
+            self.events.add(EventId(define.id))
         elif define.space is DefineSpace.SHARED_BUFFER:
             self._buffers.add(define.id)
+            self.memory = True
         elif define.space in _POOLS:
             self._pools.add((_POOLS[define.space], define.id))
+            self.memory = True
 
     def waits(self, event: EventId, seq: int) -> bool:
         """Whether a wait for ``event``, made at ``seq``, may be for another process."""
-        if event not in self._events:
+        if event not in self.events:
             return False
         self.waited_at = seq
         return True

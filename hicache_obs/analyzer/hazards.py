@@ -30,6 +30,9 @@ _DEVICE_HAZARDS: Final = {
     ("backup", Mode.READ, "forward", Mode.WRITE): Hazard.WAR_BACKUP_FORWARD,
 }
 
+_OWN_HAZARD: Final = {"graph": Hazard.GRAPH, "relocate": Hazard.RELOCATION}
+"""Operations whose every conflict has one name."""
+
 
 def role(record: Kernel | Memcpy) -> str:
     """Role of an operation on a stream, as in ``Label.what``."""
@@ -92,6 +95,8 @@ def _severity(overlap: Overlap) -> tuple[bool, bool, bool]:
 
 
 def _checked_hazards(what: str, space: Space, mode: Mode) -> tuple[Hazard, ...]:
+    if what in _OWN_HAZARD:
+        return (_OWN_HAZARD[what],)
     if space is Space.HOST:
         return (Hazard.HOST_REUSE,)
     if space is Space.BUFFER:
@@ -102,9 +107,7 @@ def _checked_hazards(what: str, space: Space, mode: Mode) -> tuple[Hazard, ...]:
 
 
 CHECKED: Final = {
-    (what, space, mode): _checked_hazards(what, space, mode)
+    what: tuple((4 * space + 2 * mode, _checked_hazards(what, space, mode)) for space in Space for mode in Mode)
     for what in ("forward", "restore", "backup", "copy", "kernel", "host", "graph", "relocate", *IO_ROLE.values())
-    for space in Space
-    for mode in Mode
 }
-"""Hazards for which a look-up of such an access counts as a check."""
+"""By role: the hazards for which a look-up of such an access counts as a check, by place in ``Shadow``'s sums."""

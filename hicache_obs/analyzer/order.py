@@ -28,7 +28,7 @@ from typing import Final
 
 from hicache_obs._struct import Struct
 from hicache_obs.findings import Proof
-from hicache_obs.records import EventId, StreamId, StreamKind, ThreadId
+from hicache_obs.records import EventId, OpId, StreamId, StreamKind, ThreadId
 
 GUARANTEED, POLLED, DOUBTFUL = 0, 1, 2
 _PROOF = (Proof.ORDERED, Proof.POLLED, Proof.UNKNOWN)
@@ -50,7 +50,8 @@ class Snapshot(Struct, eq=False):
         actor: Stream the record was made on.
         epoch: The actor's count.
         seq: Position of the record in the trace.
-        mark: Caller's note, kept unread (the fence cost module keeps the last timed item there).
+        issued_ns: Host clock at the call.
+        mark: Caller's note, kept unread (fence costs keep the last timed item on the stream there).
         former: What this record of an event replaced; of the current record only.
     """
 
@@ -58,7 +59,8 @@ class Snapshot(Struct, eq=False):
     actor: Actor
     epoch: int
     seq: int
-    mark: object = None
+    issued_ns: int = 0
+    mark: OpId | None = None
     former: Snapshot | None = None
 
     def covers(self, actor: Actor, epoch: int) -> bool:
@@ -70,7 +72,7 @@ class Snapshot(Struct, eq=False):
 
     def doubted(self) -> Snapshot:
         """The same, as an edge that nobody can be sure of."""
-        return Snapshot(self.levels, self.actor, self.epoch, DOUBTFUL_SEQ, self.mark)
+        return Snapshot(self.levels, self.actor, self.epoch, DOUBTFUL_SEQ)
 
 
 def _join(into: Clock, other: Clock) -> bool:
@@ -96,7 +98,8 @@ class Order:
         self._streams: dict[StreamId, Actor] = {}
         self._threads: dict[ThreadId, Actor] = {}
         self._others: dict[tuple[str, int, int], Actor] = {}
-        self._clocks: list[list[Clock]] = []
+        self.clocks: list[list[Clock]] = []
+        """By actor and level."""
         self._bases: list[list[Clock] | None] = []
         """What the actor's next snapshot shares, ``None`` once another component than its own has changed."""
         self._followed: list[list[Clock] | None] = []
@@ -127,7 +130,7 @@ class Order:
     @property
     def actors(self) -> int:
         """Number of actors seen."""
-        return len(self._clocks)
+        return len(self.clocks)
 
     def stream(self, stream: StreamId) -> Actor:
         """Actor of a stream."""
@@ -175,8 +178,8 @@ class Order:
     def suspect(self, actor: Actor, others: Iterable[Actor] | None = None) -> None:
         """``actor`` may follow all that ``others`` (``None``: everybody) did so far, by order that nobody recorded."""
         self._deepen(DOUBTFUL + 1)
-        for other in range(len(self._clocks)) if others is None else others:
-            self._merge(actor, self._clocks[other], DOUBTFUL)
+        for other in range(len(self.clocks)) if others is None else others:
+            self._merge(actor, self.clocks[other], DOUBTFUL)
 
     def _other(self, kind: str, number: int, index: int) -> Actor:
         key = kind, number, index
@@ -186,20 +189,20 @@ class Order:
         return actor
 
     def _new_actor(self) -> Actor:
-        actor = len(self._clocks)
-        self._clocks.append([[] for _ in range(self._depth)])
+        actor = len(self.clocks)
+        self.clocks.append([[] for _ in range(self._depth)])
         self._bases.append(None)
         self._followed.append(None)
         self._versions.append(0)
         self._joined.append({})
-        for levels in self._clocks:
+        for levels in self.clocks:
             for clock in levels:
                 clock.extend([0] * (actor + 1 - len(clock)))
         return actor
 
     def clock(self, actor: Actor) -> Clock:
         """The guaranteed clock of ``actor``: what its next operation surely happens after. Do not change it."""
-        return self._clocks[actor][0]
+        return self.clocks[actor][0]
 
     def issue(self, stream: StreamId, thread: ThreadId) -> Actor:
         """A call by ``thread`` adds something to ``stream``: what the thread knows, the stream now follows.
@@ -211,14 +214,16 @@ class Order:
             on, by = self._streams[stream], self._threads[thread]
         except KeyError:
             on, by = self.stream(stream), self.thread(thread)
-        self._issue(on, by)
+        if self._joined[on].get(by) != self._versions[by] or self._kinds:
+            self._issue(on, by)
         return on
 
     def _issue(self, on: Actor, by: Actor) -> None:
+        version = self._versions[by]
         joined = self._joined[on]
-        if joined.get(by) != self._versions[by]:
-            self._merge(on, self._clocks[by], GUARANTEED)
-            joined[by] = self._versions[by]
+        if joined.get(by) != version:
+            self._merge(on, self.clocks[by], GUARANTEED)
+            joined[by] = version
         if self._kinds:
             self._follow_legacy(on)
 
@@ -229,11 +234,11 @@ class Order:
         partner = StreamKind.BLOCKING if kind is StreamKind.LEGACY else StreamKind.LEGACY
         for other, other_kind in self._kinds.items():
             if other_kind is partner and other != stream:
-                self._merge(stream, self._clocks[other], GUARANTEED)
+                self._merge(stream, self.clocks[other], GUARANTEED)
 
     def advance(self, actor: Actor) -> int:
         """The actor's next operation happens now; returns its epoch. Check it *before* advancing."""
-        levels = self._clocks[actor]
+        levels = self.clocks[actor]
         clock = levels[0]
         clock[actor] = epoch = clock[actor] + 1
         if self._depth > 1:
@@ -244,22 +249,28 @@ class Order:
 
     def proof(self, actor: Actor, before: Actor, epoch: int) -> Proof:
         """How ``actor``'s next operation is known to follow operation ``epoch`` of ``before``."""
-        for level, clock in enumerate(self._clocks[actor]):
+        for level, clock in enumerate(self.clocks[actor]):
             if clock[before] >= epoch:
                 return _PROOF[level]
         return Proof.NONE
 
-    def record(self, event: EventId, stream: Actor, seq: int, mark: object = None) -> None:
+    def record(self, event: EventId, stream: Actor, seq: int, issued_ns: int = 0, mark: OpId | None = None) -> None:
         """``event`` now marks all work queued on ``stream``; the marker is itself work of the stream."""
         former = self._events.pop(event, None)  # so that the table stays in order of records
-        self._events[event] = snapshot = self.snapshot(stream, seq, mark)
+        self._events[event] = snapshot = self.snapshot(stream, seq, issued_ns, mark)
         if former is not None:
             former.former = None
             snapshot.former = former
 
-    def snapshot(self, stream: Actor, seq: int, mark: object = None) -> Snapshot:
+    def snapshot(self, stream: Actor, seq: int, issued_ns: int = 0, mark: OpId | None = None) -> Snapshot:
         """An anonymous record on ``stream`` (what ``wait_stream`` makes)."""
-        return Snapshot(self._bases[stream] or self._base(stream), stream, self.advance(stream), seq, mark)
+        levels = self.clocks[stream]
+        clock = levels[0]
+        clock[stream] = epoch = clock[stream] + 1
+        if self._depth > 1:
+            for clock in levels[1:]:
+                clock[stream] = epoch
+        return Snapshot(self._bases[stream] or self._base(stream), stream, epoch, seq, issued_ns, mark)
 
     def current(self, event: EventId) -> Snapshot | None:
         """The event's current record, ``None`` if it was never recorded."""
@@ -271,7 +282,7 @@ class Order:
 
     def note(self, actor: Actor, seq: int) -> Snapshot:
         """What ``actor``'s next operation happens after, as it is now; no marker, no work of its own."""
-        return Snapshot(self._base(actor), actor, self._clocks[actor][0][actor], seq)
+        return Snapshot(self._base(actor), actor, self.clocks[actor][0][actor], seq)
 
     def notes(self, seq: int) -> list[Snapshot]:
         """``note`` of every stream."""
@@ -279,7 +290,16 @@ class Order:
 
     def follow(self, actor: Actor, other: Actor) -> None:
         """``actor`` follows everything ``other`` has done so far, for good and on every level."""
-        self._merge(actor, self._clocks[other], GUARANTEED)
+        self._merge(actor, self.clocks[other], GUARANTEED)
+
+    def tell(self, thread: Actor, ledger: Actor) -> int:
+        """``thread`` follows the next step of its ``ledger``, which follows nobody; returns that step's epoch."""
+        levels = self.clocks[thread]
+        epoch = levels[0][ledger] + 1
+        for clock in levels:
+            clock[ledger] = epoch
+        self._changed(thread)
+        return epoch
 
     def join(self, actor: Actor, snapshot: Snapshot, *, polled: bool = False) -> None:
         """``actor`` (a stream that waits, a thread that synchronised or polled) follows ``snapshot`` from now on.
@@ -288,7 +308,16 @@ class Order:
         it counts on the doubtful level only. Pass ``polled`` for knowledge gained by a query.
         """
         if self._depth == 1 and not polled and snapshot.seq >= self._lost_at:
-            self._join_base(actor, snapshot)
+            own, base, source = self.clocks[actor][0], snapshot.levels, snapshot.actor
+            changed = False
+            if self._followed[actor] is not base:
+                self._followed[actor] = base
+                changed = _join(own, base[0])
+            if own[source] < snapshot.epoch:
+                own[source] = snapshot.epoch
+                changed = True
+            if changed:
+                self._changed(actor)
             return
         level = POLLED if polled else GUARANTEED
         if snapshot.seq < self._lost_at:
@@ -297,31 +326,16 @@ class Order:
             level = DOUBTFUL
         self._deepen(level + 1)
         self._merge(actor, snapshot.levels, level)
-        for clock in self._clocks[actor][level:]:
+        for clock in self.clocks[actor][level:]:
             if clock[snapshot.actor] < snapshot.epoch:
                 clock[snapshot.actor] = snapshot.epoch
                 self._changed(actor)
 
     def _knows(self, actor: Actor, snapshot: Snapshot) -> bool:
         """Whether ``actor`` follows all of ``snapshot`` for sure, so that joining it would change nothing."""
-        own = self._clocks[actor][GUARANTEED]
+        own = self.clocks[actor][GUARANTEED]
         complete = snapshot.levels[-1]
         return own[snapshot.actor] >= snapshot.epoch and all(map(ge, own, complete))
-
-    def _join_base(self, actor: Actor, snapshot: Snapshot) -> None:
-        own = self._clocks[actor][0]
-        base = snapshot.levels
-        if self._followed[actor] is base:
-            changed = False
-        else:
-            self._followed[actor] = base
-            changed = _join(own, base[0])
-        if own[snapshot.actor] < snapshot.epoch:
-            own[snapshot.actor] = snapshot.epoch
-        elif not changed:
-            return
-        self._versions[actor] += 1
-        self._bases[actor] = None
 
     def observe_all(self, thread: Actor) -> None:
         """``thread`` waited until all work queued on every stream was complete."""
@@ -338,9 +352,9 @@ class Order:
 
     def floor(self) -> Clock:
         """Per actor, the epoch that every host thread knows to be complete: older operations cannot race."""
-        threads = [self._clocks[actor][0] for actor in self._threads.values()]
+        threads = [self.clocks[actor][0] for actor in self._threads.values()]
         if not threads:
-            return [0] * len(self._clocks)
+            return [0] * len(self.clocks)
         return [min(column) for column in zip(*threads, strict=True)]
 
     def prune(self) -> None:
@@ -361,22 +375,18 @@ class Order:
         """What snapshots of the actor share until ``_changed``."""
         base = self._bases[actor]
         if base is None:
-            base = self._bases[actor] = [clock.copy() for clock in self._clocks[actor]]
+            base = self._bases[actor] = [clock.copy() for clock in self.clocks[actor]]
         return base
 
     def _deepen(self, depth: int) -> None:
         while self._depth < depth:
-            for levels in self._clocks:
+            for levels in self.clocks:
                 levels.append(levels[-1].copy())
             self._depth += 1
 
     def _merge(self, actor: Actor, levels: list[Clock], at_least: int) -> None:
         """Join ``levels[k]`` into the actor's level k, for every k from ``at_least`` up."""
-        own = self._clocks[actor]
-        if self._depth == 1:
-            if _join(own[0], levels[0]):
-                self._changed(actor)
-            return
+        own = self.clocks[actor]
         changed = False
         for level in range(at_least, self._depth):
             changed |= _join(own[level], levels[min(level, len(levels) - 1)])

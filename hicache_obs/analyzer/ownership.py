@@ -19,41 +19,48 @@ What is not known is not reported:
 * the target of a relocation: whoever moves pages keeps books of their own;
 * layers: a page that was written in one layer counts as written.
 
-Memory: 17 bytes for each page up to the largest that an allocator named, and ``MAX_CHANGES`` calls.
+States are kept in ``page_table``. Memory: ``MAX_CHANGES`` calls.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Order
-from hicache_obs.analyzer.page_table import Room
+from hicache_obs.analyzer.page_table import FREED_FROM, FRESH_FROM, OWN, SHARED, WROTE, Own, PageTable, States
 from hicache_obs.analyzer.shadow import Operation, Shadow
 from hicache_obs.findings import Cause, Proof
 from hicache_obs.records import Access, Mode, OpId, PageAlloc, PageFree, PageIds, Space, ThreadId
 
 MAX_CHANGES: Final = 1 << 16
 """Allocator calls that a page can be traced back to; a page of an older one is not judged."""
-_ENTRY_BYTES: Final = 17
-_UNKNOWN, _SPENT, _HELD, _FRESH, _FREED = range(5)
-"""States of a page; spent: freed, and a use of it reported. Up to held, no access is suspicious."""
 _AFTER: Final = (Proof.ORDERED, Proof.POLLED)
-_GIVEN_OUT: Final = np.array(
-    [[_FRESH, _FRESH, _HELD, _FRESH, _FRESH], [_HELD, _FRESH, _HELD, _FRESH, _FRESH]], np.uint8
+
+
+def _given_out(state: int, *, lost: bool) -> int:
+    """A page's state once it is given out. Its owner is its only one, unless it was held already or may have been."""
+    own, wrote = state // OWN, state & WROTE
+    if own in (Own.SPENT, Own.FREED) or (own == Own.UNKNOWN and not wrote and not lost):
+        return OWN * Own.FRESH | wrote
+    return OWN * (Own.FRESH if own == Own.FRESH else Own.HELD) | SHARED | wrote
+
+
+def _given_away(state: int, *, lost: bool) -> int:
+    """A page's state once it is freed; that of a shared page if it is not by its last owner."""
+    sure = not state & SHARED and not (lost and state // OWN == Own.UNKNOWN)
+    return OWN * (Own.FREED if sure else Own.UNKNOWN) | state & WROTE
+
+
+_GIVEN_OUT, _GIVEN_AWAY = (
+    {lost: bytes(rule(state, lost=lost) for state in range(256)) for lost in (False, True)}
+    for rule in (_given_out, _given_away)
 )
-"""State of a page once it is given out, by whether it may have contents already, and by its state before."""
-_NEW_OWNER: Final = np.array([[1, 1, 0, 0, 1], [0, 1, 0, 0, 1]], np.bool_)
-"""Likewise: whether the one who gets it is its only owner."""
-_GIVEN_AWAY: Final = np.array([_UNKNOWN, _FREED], np.uint8)
-"""State of a page once it is freed, by whether surely by its last owner."""
-_SINGLE: Final = -(1 << 62)
-"""Owner of a page that was given out once since it was free: anybody's free is meant for it."""
 
 
 class Change(Struct, frozen=True, eq=False, gc=False):
@@ -62,6 +69,7 @@ class Change(Struct, frozen=True, eq=False, gc=False):
     Attributes:
         op, thread, issued_ns: Of its record.
         what: ``alloc`` or ``free``.
+        owner: Of its record.
         ledger, epoch: Its place in the order of host calls.
     """
 
@@ -69,6 +77,7 @@ class Change(Struct, frozen=True, eq=False, gc=False):
     thread: ThreadId
     issued_ns: int
     what: str
+    owner: int
     ledger: Actor
     epoch: int
 
@@ -94,24 +103,6 @@ class Misuse:
     pages: tuple[int, ...]
 
 
-class _Cells:
-    """State, last change and last owner of each page of a pool; the last entry stays unknown, ids beyond clip to it."""
-
-    def __init__(self, room: Room) -> None:
-        self.room = room
-        self.state: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.change: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self.owner: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-
-    def reach(self, ids: PageIds) -> None:
-        size = ids.item(ids.argmax()) + 2
-        if size > len(self.state):
-            more = self.room.grow(len(self.state), size, _ENTRY_BYTES) - len(self.state)
-            self.state = np.concatenate([self.state, np.zeros(more, np.uint8)])
-            self.change = np.concatenate([self.change, np.zeros(more, np.int64)])
-            self.owner = np.concatenate([self.owner, np.full(more, _SINGLE, np.int64)])
-
-
 class Ownership:
     """Judges operations by who owns their pages. Fed by the analyzer in trace order; not thread-safe.
 
@@ -123,109 +114,109 @@ class Ownership:
         self._order = order
         self._shadow = shadow
         self._report = report
-        self._pools: tuple[dict[int, _Cells], ...] = tuple({} for _ in Space)
-        """By space and pool."""
         self._changes: dict[int, Change] = {}
+        """By number; ``_kept`` has the numbers, oldest first."""
+        self._kept: deque[int] = deque()
+        self._ledgers: dict[ThreadId, tuple[Actor, Actor]] = {}
+        """Of each thread that has called an allocator: its own actor, and that of its calls."""
         self.changes = 0
         """Allocator calls so far; ``check`` of a group that has seen all of them finds nothing new."""
         self._lost = False
 
-    def allocate(self, record: PageAlloc) -> None:
-        """Pages were given out."""
-        access = record.access
-        if not len(access.ids):
-            return
-        full = self._shadow.ever_written(access)  # refuses absurd ids
-        if self._lost:
-            full[:] = True
-        cells = self._change(record, access, "alloc")
-        case = full.view(np.uint8), cells.state[access.ids]
-        cells.state[access.ids] = _GIVEN_OUT[case]
-        cells.owner[access.ids] = record.owner
-        cells.owner[access.ids[_NEW_OWNER[case]]] = _SINGLE
+    def allocate(self, record: PageAlloc, seq: int) -> None:
+        """Pages were given out at ``seq``."""
+        if len(record.access.ids):
+            table = self._shadow.table(record.access)
+            number = self._change(record, "alloc", seq)
+            table.hand_over(record.access.ids, number, _GIVEN_OUT[self._lost], given=True)
 
-    def free(self, record: PageFree) -> None:
-        """Pages were given away. The shadow has seen their ids, and refused absurd ones."""
-        access = record.access
-        if not len(access.ids):
+    def free(self, record: PageFree, seq: int) -> None:
+        """Pages were given away at ``seq``. Those with several owners are free if it is their last owner's call."""
+        if not len(record.access.ids):
             return
-        cells = self._change(record, access, "free")
-        owner = cells.owner[access.ids]
-        sure = (owner == _SINGLE) | (owner == record.owner)
-        if self._lost:
-            sure &= cells.state[access.ids] != _UNKNOWN
-        cells.state[access.ids] = _GIVEN_AWAY[sure.view(np.uint8)]
-        cells.owner[access.ids] = _SINGLE
+        table = self._shadow.table(record.access)
+        number = self._change(record, "free", seq)
+        for page in table.hand_over(record.access.ids, number, _GIVEN_AWAY[self._lost], given=False):
+            change = self._found(table.given.item(page))
+            if change is not None and change.owner == record.owner:
+                table.state[page] = FREED_FROM | table.state.item(page) & WROTE
 
     def lose(self) -> None:
         """Records were lost, allocator calls perhaps among them."""
         self._lost = True
-        for cells in (cells for pools in self._pools for cells in pools.values()):
-            cells.state[:] = _UNKNOWN
-            cells.owner[:] = _SINGLE
+        for table in self._shadow.tables:
+            table.state &= WROTE
 
     def check(self, operation: Operation) -> int:
-        """Judge an operation, and note what it writes; returns how many of its pages have a known owner."""
+        """Judge an operation whose writes are noted; returns how many of its pages have a known owner."""
         group = operation.group
         known = 0
         moves = operation.label.what == "relocate"
         clean = True
         for access in sorted(group.accesses, key=_is_read):  # writes first: a reader of its own writes
-            cells = self._pools[access.space].get(access.pool) if len(access.ids) else None
-            if cells is None:
+            if not len(access.ids):
                 continue
-            state = cells.state.take(access.ids, mode="clip")
-            known += int(np.count_nonzero(state))
-            if state.item(state.argmax()) > _HELD or (moves and _SPENT in state):
+            table = self._shadow.table(access)
+            state = table.state[access.ids]
+            known += int(np.count_nonzero(state >= OWN))
+            if state.item(state.argmax()) >= FRESH_FROM or moves:
                 clean = False
-                self._look(operation, access, cells, state, moves=moves)
+                self._look(operation, access, table, state, moves=moves)
         if clean:
             group.owned_at = self.changes
         return known
 
-    def _look(
-        self, operation: Operation, access: Access, cells: _Cells, state: npt.NDArray[np.uint8], *, moves: bool
-    ) -> None:
+    def _look(self, operation: Operation, access: Access, table: PageTable, state: States, *, moves: bool) -> None:
         """Find the pages that are in no state for what is done to them."""
-        freed, fresh = access.ids[state == _FREED], access.ids[state == _FRESH]
+        own = state // OWN
+        freed, fresh = access.ids[own == Own.FREED], access.ids[own == Own.FRESH]
         if access.mode is Mode.WRITE:
-            cells.state[fresh] = _HELD
+            _become(table, fresh, Own.HELD)
             if moves:
-                cells.state[access.ids[(state == _FREED) | (state == _SPENT)]] = _HELD
+                _become(table, access.ids[(own == Own.FREED) | (own == Own.SPENT)], Own.HELD)
                 return
         elif not moves and len(fresh):
-            self._judge(operation, access, cells, fresh, Cause.NEVER_WRITTEN)
+            self._judge(operation, access, table, fresh, Cause.NEVER_WRITTEN)
         if len(freed):
-            self._judge(operation, access, cells, freed, Cause.USED_AFTER_FREE)
+            self._judge(operation, access, table, freed, Cause.USED_AFTER_FREE)
 
-    def _judge(self, operation: Operation, access: Access, cells: _Cells, pages: PageIds, cause: Cause) -> None:
+    def _judge(self, operation: Operation, access: Access, table: PageTable, pages: PageIds, cause: Cause) -> None:
         """Report those of ``pages`` whose change the thread that issued the operation knew of."""
         thread = self._order.thread(operation.label.thread)
-        for number in np.unique(cells.change[pages]).tolist():
-            change = self._changes.get(number)
+        changes = (table.freed if cause is Cause.USED_AFTER_FREE else table.given)[pages]
+        for number in np.unique(changes).tolist():
+            change = self._found(number)
             if change is None or self._order.proof(thread, change.ledger, change.epoch) not in _AFTER:
                 continue
-            found = pages[cells.change[pages] == number]
-            cells.state[found] = _SPENT if cause is Cause.USED_AFTER_FREE else _HELD
+            found = pages[changes == number]
+            _become(table, found, Own.SPENT if cause is Cause.USED_AFTER_FREE else Own.HELD)
             ids = tuple(sorted(found.tolist()))
             self._report(Misuse(change, operation, cause, access.mode, access.space, access.pool, ids))
 
-    def _change(self, record: PageAlloc | PageFree, access: Access, what: str) -> _Cells:
-        """Note an allocator's call, as a step of its thread that later operations may know of."""
+    def _found(self, mark: int) -> Change | None:
+        """The call that a number in a page table stands for, as far as it is kept."""
+        return self._changes.get(mark + self._shadow.base) if mark else None
+
+    def _change(self, record: PageAlloc | PageFree, what: str, seq: int) -> int:
+        """Note an allocator's call, as a step of its thread that later operations may know of; its number for marks."""
         order = self._order
-        ledger = order.ledger(record.thread)
-        epoch = order.advance(ledger)
-        order.follow(order.thread(record.thread), ledger)
+        actors = self._ledgers.get(record.thread)
+        if actors is None:
+            actors = self._ledgers[record.thread] = order.thread(record.thread), order.ledger(record.thread)
+        thread, ledger = actors
+        epoch = order.tell(thread, ledger)
         self.changes += 1
-        self._changes[self.changes] = Change(record.op, record.thread, record.host_ns, what, ledger, epoch)
-        self._changes.pop(self.changes - MAX_CHANGES, None)
-        pools = self._pools[access.space]
-        cells = pools.get(access.pool)
-        if cells is None:
-            cells = pools[access.pool] = _Cells(self._shadow.room)
-        cells.reach(access.ids)
-        cells.change[access.ids] = self.changes
-        return cells
+        mark = self._shadow.call(seq)
+        number = mark + self._shadow.base
+        self._changes[number] = Change(record.op, record.thread, record.host_ns, what, record.owner, ledger, epoch)
+        self._kept.append(number)
+        if len(self._kept) > MAX_CHANGES:
+            del self._changes[self._kept.popleft()]
+        return mark
+
+
+def _become(table: PageTable, pages: PageIds, own: Own) -> None:
+    table.state[pages] = table.state[pages] & (SHARED | WROTE) | np.uint8(OWN * own)
 
 
 def _is_read(access: Access) -> bool:

@@ -1,24 +1,61 @@
 """What is known of each page of one pool, in arrays that are looked up and marked by many ids at once.
 
 Costs are numpy calls: a gather or a scatter per array and call. An array's smallest and largest are found by ``argmin``
-and ``argmax``, which are vectorised: at 256 ids they take a third of the time of ``min`` and ``max``.
+and ``argmax``, which are vectorised: at 256 ids they take a quarter of the time of ``min`` and ``max``.
+
+A page's *state* is one byte, ``own * 4 + shared * 2 + wrote``: whose the page is (``Own``), whether its owner is not
+its only one, and whether an operation has written it since the trace began. So one gather answers for a read both
+whether there is an earlier write and whether anything is wrong with the owner.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from hicache_obs.analyzer.order import Actor
 from hicache_obs.errors import TraceError
 from hicache_obs.records import MAX_IDS, PageIds
 
 _LONG: Final = 1024
 """From this many ids on, looking whether they are consecutive pays."""
-_ENTRY_BYTES: Final = 33
-MAX_TABLE_BYTES: Final = 3 << 29
+_FEW: Final = 8
+"""Up to this many ids, going through them one by one is faster than three numpy calls."""
+_ENTRY_BYTES: Final = 18
+MAX_TABLE_BYTES: Final = 1 << 30
 """What the page tables of one trace may take, all spaces and pools together."""
+States = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int32]
+
+
+class Own(enum.IntEnum):
+    """Whose a page is. Up to ``HELD``, no access is suspicious."""
+
+    UNKNOWN = 0
+    SPENT = 1
+    """Freed, and a use of it was reported."""
+    HELD = 2
+    FRESH = 3
+    """Given out, and not written since."""
+    FREED = 4
+
+
+WROTE: Final = 1
+SHARED: Final = 2
+OWN: Final = 4
+"""Factor of the owner in a state."""
+FRESH_FROM: Final = OWN * Own.FRESH
+FREED_FROM: Final = OWN * Own.FREED
+_AFTER_WRITE: Final = bytes((state - OWN if state // OWN == Own.FRESH else state) | WROTE for state in range(256))
+"""By state: the state once the page is written."""
+_UNOWNED: Final = bytes(range(OWN))
+_NOT_FRESH: Final = bytes(range(FRESH_FROM))
+_NOT_FREE: Final = bytes(range(FREED_FROM))
+_UNWRITTEN: Final = bytes(range(0, OWN * len(Own), 2))
+_UNIFORM: Final = tuple(bytes([state]) * _LONG for state in range(OWN * len(Own)))
+"""By state: pages that all have it. Most often all pages of an operation do."""
 
 
 class Room:
@@ -50,25 +87,36 @@ class Room:
 
 
 class PageTable:
-    """Last group per page of one space and pool; grows to the largest id seen.
+    """Last group and last allocator calls per page of one space and pool, and its owner; grows to the largest id seen.
+
+    Args:
+        room: For this and other tables.
 
     Args:
         room: For this and other tables.
 
     Attributes:
-        wrote, touched: Number of the last group, 0 for none.
-        freed, moved: Position in the trace plus one of the last free and move.
+        touched, wrote: Number of the last group, 0 for none.
+        given, freed: Number of the last allocator call, 0 for none.
+        state: See above.
+        moved: Position in the trace plus one of the last move; empty without any.
         scratch: All false between calls.
-        newest: Number of each actor's last group here.
     """
 
-    __slots__ = ("freed", "moved", "newest", "room", "scratch", "touched", "wrote")
-
     def __init__(self, room: Room) -> None:
-        self.room = room
-        self.wrote = self.touched = self.freed = self.moved = np.zeros(0, np.int64)
+        self._room = room
+        self._rows: Numbers = np.zeros((0, 4), np.int32)
+        """What is looked up together lies together: most of the cost of many pages is fetching them from memory."""
+        self._cells = bytearray()
+        self.moved = np.zeros(0, np.int64)
         self.scratch = np.zeros(0, np.bool_)
-        self.newest: dict[Actor, int] = {}
+        self._ids: PageIds | None = None
+        self._place: PageIds | slice = slice(0)
+        self._view()
+
+    def _view(self) -> None:
+        self.touched, self.wrote, self.given, self.freed = self._rows.T
+        self.state: States = np.frombuffer(self._cells, np.uint8)
 
     def place(self, ids: PageIds) -> PageIds | slice:
         """What to index the arrays with for ``ids``, which are not none; makes room for them.
@@ -76,28 +124,111 @@ class PageTable:
         Raises:
             TraceError: An id is negative or too large, or there is no room.
         """
-        first = ids.item(0)
-        count = len(ids)
-        if count == 1:
-            low = high = first
-        elif count >= _LONG and ids.item(-1) - first == count - 1 and _consecutive(ids):
-            low, high = first, first + count - 1
+        if ids is self._ids:
+            return self._place
+        place: PageIds | slice = ids
+        if (count := len(ids)) < _LONG:
+            low, high = ids.item(ids.argmin()), ids.item(ids.argmax())
+        elif ids.item(-1) - ids.item(0) == count - 1 and _consecutive(ids):
+            low, high = ids.item(0), ids.item(-1)
+            place = slice(low, high + 1)
         else:
             low, high = _bounds(ids)
-            first = -1
-        if low < 0 or high >= len(self.wrote):
+        if low < 0 or high >= len(self._rows):
             self._grow(low, high)
-        return ids if first < 0 else slice(low, high + 1)
+        self._ids, self._place = ids, place
+        return place
+
+    def hand_over(self, ids: PageIds, number: int, rule: bytes, *, given: bool) -> list[int]:
+        """An allocator call gives pages out or takes them back; returns those that had several owners.
+
+        Args:
+            ids: The pages; not none.
+            number: Of the call.
+            rule: New state by old state, 256 of them.
+        """
+        if len(ids) > _FEW:
+            place = self.place(ids)
+            (self.given if given else self.freed)[place] = number
+            before = self.state[place].tobytes()
+            self.state[place] = np.frombuffer(before.translate(rule), np.uint8)
+            states = np.frombuffer(before, np.uint8) & SHARED
+            return ids[states.nonzero()].tolist() if states.item(states.argmax()) else []
+        pages: list[int] = ids.tolist()
+        if min(pages) < 0 or max(pages) >= len(self._cells):
+            self._grow(min(pages), max(pages))
+        column, cells = self.given if given else self.freed, self._cells
+        shared = [page for page in pages if cells[page] & SHARED]
+        for page in pages:
+            column[page] = number
+            cells[page] = rule[cells[page]]
+        return shared
+
+    def note_write(self, place: PageIds | slice) -> tuple[int, bool, bool]:
+        """Pages are written.
+
+        Returns:
+            How many of them have a known owner; whether any of them is free; whether any was never written before.
+        """
+        state = self.state[place]
+        owned, worst, written = _summary(state)
+        if worst >= FRESH_FROM or written < len(state):
+            self.state[place] = np.frombuffer(state.tobytes().translate(_AFTER_WRITE), np.uint8)
+        return owned, worst >= FREED_FROM, written < len(state)
+
+    def look(self, place: PageIds | slice) -> tuple[int, bool, int]:
+        """Pages are read.
+
+        Returns:
+            How many of them have a known owner; whether any is free, or not written for its owner; how many were ever
+            written.
+        """
+        owned, worst, written = _summary(self.state[place])
+        return owned, worst >= FRESH_FROM, written
+
+    def rebase(self, by: int) -> None:
+        """Take ``by`` off all numbers. A group below 1 becomes 1, older than any that matters; a call none."""
+        groups, calls = self._rows[:, :2], self._rows[:, 2:]
+        groups[:] = np.where(groups > by, groups - by, groups > 0)
+        calls[:] = np.maximum(calls - by, 0)
+
+    def note_move(self, ids: PageIds, at: int) -> None:
+        """The contents of ``ids`` were moved elsewhere at ``at``, less one."""
+        place = self.place(ids)
+        if not len(self.moved):
+            self._room.grow(0, len(self._rows), 8)
+            self.moved = np.zeros(len(self._rows), np.int64)
+        self.moved[place] = at
 
     def _grow(self, low: int, high: int) -> None:
         if high >= MAX_IDS or low < 0:
             raise TraceError(f"page or buffer ids {low} to {high}; expected 0 to {MAX_IDS - 1}")
-        size = self.room.grow(len(self.wrote), high + 1, _ENTRY_BYTES)
-        for name in ("wrote", "touched", "scratch", "freed", "moved"):
-            old = getattr(self, name)
-            new = np.zeros(size, old.dtype)
-            new[: len(old)] = old
-            setattr(self, name, new)
+        known = len(self._rows)
+        more = self._room.grow(known, high + 1, _ENTRY_BYTES + (8 if len(self.moved) else 0)) - known
+        self._rows = np.concatenate([self._rows, np.zeros((more, 4), np.int32)])
+        self._cells = self._cells + bytes(more)
+        self.scratch = np.zeros(known + more, np.bool_)
+        if len(self.moved):
+            self.moved = np.concatenate([self.moved, np.zeros(more, np.int64)])
+        self._view()
+
+
+def _summary(state: States) -> tuple[int, int, int]:
+    """Of pages: how many have a known owner, the least state of the worst owner, and how many were ever written."""
+    count = len(state)
+    if count > _LONG:
+        first, top = state.item(state.argmin()), state.item(state.argmax())
+        if first != top:
+            return int(np.count_nonzero(state >= OWN)), top & ~(OWN - 1), int(np.count_nonzero(state & WROTE))
+    else:  # numpy's functions take longer for so few
+        cells = state.tobytes()
+        first = cells[0]
+        if cells != _UNIFORM[first][:count]:
+            worst = FREED_FROM if cells.translate(None, _NOT_FREE) else FRESH_FROM
+            if worst == FRESH_FROM and not cells.translate(None, _NOT_FRESH):
+                worst = OWN * Own.HELD
+            return len(cells.translate(None, _UNOWNED)), worst, len(cells.translate(None, _UNWRITTEN))
+    return count if first >= OWN else 0, first & ~(OWN - 1), count if first & WROTE else 0
 
 
 def _consecutive(ids: PageIds) -> bool:
@@ -106,8 +237,8 @@ def _consecutive(ids: PageIds) -> bool:
 
 
 def _bounds(ids: PageIds) -> tuple[int, int]:
-    """The largest id, and the smallest or any that is not negative."""
-    if len(ids) >= _LONG and ids.dtype == np.int64:
+    """The largest of many ids, and the smallest or any that is not negative."""
+    if ids.dtype == np.int64:
         high = ids.item(ids.view(np.uint64).argmax())  # a negative one counts as the largest: one pass for both
         if high >= 0:
             return high, high

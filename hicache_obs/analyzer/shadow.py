@@ -4,9 +4,10 @@ Exact for all pairs inside the retained history, and cheap when everything is or
 
 * Consecutive operations of one actor that touch the *same page arrays* over different layers form a *group* (a
   load-back's layer copies, a forward round's layer segments). Page sets are looked at once per group.
+* If all that other actors have done so far is ordered, so is every pair with it, whatever the pages.
 * Per space and pool, two arrays hold the number of the last group that wrote, and that touched, each page.
   Group numbers increase in issue order, so one gather and a maximum prove "everything that touched these pages
-  is older than the oldest group that is not ordered": the fast path, independent of the number of readers.
+  is older than the oldest group that is not ordered", independent of the number of readers.
 * Otherwise only groups with an unordered operation are looked at, by layer first and by page second; the page
   intersection of two groups is computed once.
 
@@ -17,23 +18,44 @@ Completeness follows from keeping every operation until each host thread knows i
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Clock
 from hicache_obs.analyzer.page_table import PageTable, Room
-from hicache_obs.records import Access, Mode, OpId, PageIds, Space, StreamId, ThreadId
+from hicache_obs.records import (
+    Access,
+    GraphNode,
+    GraphReplay,
+    HostAccess,
+    IoBegin,
+    Kernel,
+    Memcpy,
+    Mode,
+    OpId,
+    PageIds,
+    Relocate,
+    Space,
+    StreamId,
+    ThreadId,
+)
 
 MAX_GROUPS: Final = 8192
+MAX_CALLS: Final = 1 << 16
+"""Allocator calls that a free can be placed in the trace by."""
+MAX_NUMBER: Final = 1 << 30
+"""Numbers in page tables are at most this at a pruning, and 32 bits wide."""
 MAX_KEPT_IDS: Final = 1 << 22
 """Page ids in the groups that measured times are compared with; their arrays take at most eight bytes for each."""
-_OWNED: Final = 2 * MAX_GROUPS
-_MAX_OWNERS: Final = 64
 _NO_PAGES: Final = np.empty(0, np.int64)
+_READ: Final = Mode.READ
+
+Touching = Kernel | Memcpy | HostAccess | GraphReplay | GraphNode | Relocate | IoBegin
+"""Records of operations that touch pages."""
 
 
 class Label(Struct, frozen=True, eq=False, gc=False):
@@ -46,6 +68,7 @@ class Label(Struct, frozen=True, eq=False, gc=False):
         stream: ``None`` for a host access.
         number: Round id or transfer id.
         thread: Issuing host thread.
+        kind: Kind of record, of a kernel or copy.
     """
 
     what: str
@@ -53,6 +76,7 @@ class Label(Struct, frozen=True, eq=False, gc=False):
     stream: StreamId | None
     number: int
     thread: ThreadId
+    kind: type[Kernel | Memcpy] | None = None
 
 
 class Operation(Struct, eq=False):
@@ -66,8 +90,10 @@ class Operation(Struct, eq=False):
         issued_ns: Host clock at the call.
         label: What it is.
         group: Group it belongs to.
+        rows: As in ``Kernel``.
         unordered: Earlier operations that conflict and are not proven ordered.
         start_ns, end_ns, error_ns: Device times once known, else ``None``.
+        within: It is an entry of a graph replay, whose times are those of the whole replay: it ran sometime in them.
     """
 
     op: OpId
@@ -77,19 +103,12 @@ class Operation(Struct, eq=False):
     issued_ns: int
     label: Label
     group: Group
+    rows: PageIds | None = None
     unordered: tuple[OpId, ...] = ()
     start_ns: int | None = None
     end_ns: int | None = None
     error_ns: int = 0
-
-    def set_times(self, start_ns: int, end_ns: int, error_ns: int) -> None:
-        """The device times are known."""
-        self.start_ns, self.end_ns, self.error_ns = start_ns, end_ns, error_ns
-        group = self.group
-        if end_ns > group.end_ns:
-            group.end_ns = end_ns
-        if end_ns - error_ns > group.surely_until_ns:
-            group.surely_until_ns = end_ns - error_ns
+    within: bool = False
 
 
 class Group(Struct, eq=False):
@@ -98,42 +117,59 @@ class Group(Struct, eq=False):
     Attributes:
         number: Increases in order of each group's first operation.
         actor: Stream or host thread.
+        label: What the newest member is.
         accesses: What every member touches.
         members: In issue order; their layer ranges ascend without overlap.
-        epochs, ends: Epoch and end of the layer range of each member, for bisection.
+        epochs: Of each member, for bisection.
+        last, top: Epoch and end of the layer range of the newest member.
         shared: Page sets shared with another group, by that group's number.
+        latest: By the number of an earlier group, whether it was the last one on a page that both conflict on.
         safe, seen: No group of another actor numbered in ``(safe, seen]`` shares a page with this one.
-        prior: The groups of other actors that last touched these pages before this group, as far as they are
-            kept; what the measured check and the fence cost compare with.
         owned_at: Number of allocator calls when all pages were last found to be used by their owner.
-        end_ns, surely_until_ns: Latest end of a member whose times are known; the same less its error. 0 without.
+        suspect: When the group was opened, some page was in no state for what is done to it, as far as could be seen.
+        end_ns: Latest end of a member whose times are known, else 0.
+        before_ns: Latest such end of the groups before it in ``Measured``.
     """
 
     number: int
     actor: Actor
+    label: Label
     accesses: tuple[Access, ...]
     members: list[Operation]
     epochs: list[int]
-    ends: list[int]
     shared: dict[int, tuple[Overlap, ...]]
+    latest: dict[int, bool]
+    last: int = 0
+    top: int = 0
     safe: int = 0
     seen: int = 0
-    prior: tuple[Group, ...] = ()
-    owned_at: int = 0
+    owned_at: int = -1
+    suspect: bool = False
     end_ns: int = 0
-    surely_until_ns: int = 0
+    before_ns: int = 0
 
     def overlapping(self, layers: tuple[int, int], after: int) -> list[Operation]:
         """Members past epoch ``after`` whose layers overlap ``layers``."""
         low, high = layers
-        first = bisect_right(self.ends, low)
-        if after:
-            first = max(first, bisect_right(self.epochs, after))
         members = self.members
+        first = bisect_right(self.epochs, after) if after else 0
+        if first < len(members) and members[first].layers[0] >= high:
+            return _NOBODY  # a layer that the waiter does not need yet, and so are those behind
+        first += self._above(low, first)
         last = first
         while last < len(members) and members[last].layers[0] < high:
             last += 1
         return members[first:last]
+
+    def _above(self, layer: int, start: int) -> int:
+        """How many members from ``start`` on end at or below ``layer``; at once if each has one layer."""
+        members = self.members
+        guess = layer - members[0].layers[0]
+        if start <= guess < len(members):
+            low, high = members[guess].layers
+            if low <= layer < high:
+                return guess - start
+        return bisect_right(members, layer, start, key=_top) - start
 
 
 class Overlap(Struct, frozen=True, eq=False):
@@ -150,57 +186,12 @@ def _seq(conflict: Conflict) -> int:
     return conflict.earlier.seq
 
 
-def _last_epoch(group: Group) -> int:
-    return group.epochs[-1]
+def _last(group: Group) -> int:
+    return group.last
 
 
-class _Owners:
-    """Which groups are an actor's own, to find the others' among the last groups of a page set.
-
-    Args:
-        groups: The groups kept, by number; a view.
-    """
-
-    def __init__(self, groups: dict[int, Group]) -> None:
-        self._groups = groups
-        self._base = 0
-        """Group ``n`` is at ``n - _base``; older groups count as at 0, which is everybody's own."""
-        self._newest = 0
-        self._own: dict[Actor, npt.NDArray[np.bool_]] = {}
-        self._flags = np.zeros(_OWNED, np.bool_)
-        """All false between calls."""
-
-    def add(self, group: Group) -> None:
-        """A new group, already among the kept ones."""
-        self._newest = group.number
-        place = group.number - self._base
-        if place >= _OWNED:
-            self._own.clear()
-        elif (own := self._own.get(group.actor)) is not None:
-            own[place] = True
-
-    def others(self, actor: Actor, numbers: npt.NDArray[np.int64]) -> list[int]:
-        """Numbers of the groups among ``numbers`` that are another actor's; none that was too old at the survey."""
-        own = self._own.get(actor)
-        if own is None:
-            own = self._survey(actor)
-        places = numbers - self._base
-        np.maximum(places, 0, out=places)
-        top = self._newest - self._base + 1
-        flags = self._flags
-        flags[places] = True
-        found: list[int] = ((flags[:top] > own[:top]).nonzero()[0] + self._base).tolist()
-        flags[places] = False
-        return found
-
-    def _survey(self, actor: Actor) -> npt.NDArray[np.bool_]:
-        if not self._own or len(self._own) >= _MAX_OWNERS:
-            self._own.clear()
-            self._base = next(iter(self._groups)) - 1
-        own = self._own[actor] = np.zeros(_OWNED, np.bool_)
-        own[0] = True
-        own[[number - self._base for number, group in self._groups.items() if group.actor == actor]] = True
-        return own
+def _top(operation: Operation) -> int:
+    return operation.layers[1]
 
 
 class Conflict(Struct, frozen=True, eq=False):
@@ -210,81 +201,107 @@ class Conflict(Struct, frozen=True, eq=False):
     overlaps: tuple[Overlap, ...]
 
 
-class Lookup(Struct, frozen=True, eq=False):
-    """One access looked up: how many of its pages a conflicting access had touched before."""
-
-    access: Access
-    pairs: int
-
-
 class Shadow:
     """Who touched which page last, and who may still be touching it. Feed in trace order; not thread-safe."""
 
     def __init__(self) -> None:
-        self.room = Room()
-        """For page tables, those of others too."""
-        self._cells: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
+        self._room = Room()
+        self._tables: tuple[dict[int, PageTable], ...] = tuple({} for _ in Space)
         """By space and pool."""
         self._history: dict[Actor, list[Group]] = {}
-        self._groups = 0
-        self._by_number: dict[int, Group] = {}
+        self.newest: dict[Actor, Group] = {}
+        """The last group of each history, which may still grow."""
+        self._numbers = 0
+        """Of the newest group or allocator call."""
+        self.base = 0
+        """What the numbers in page tables lack, so that they fit."""
+        self._calls: list[int] = []
+        """Position in the trace of the newest allocator calls, and beside it their numbers."""
+        self._call_numbers: list[int] = []
+        self._kept: deque[Group] = deque()
+        """What measured times are compared with."""
         self._kept_ids = 0
-        """Page ids in ``_by_number``."""
-        self._oldest = 1
-        """Number of the oldest group in ``_by_number``."""
-        self._owners = _Owners(self._by_number)
-        self._all_ordered: Actor | None = None
-        """The actor of the last operation, if everything of others was ordered before it."""
+        """Page ids in there."""
+        self._surveyor: Actor | None = None
+        """The actor of the last operation."""
+        self._rivals: list[Group] = []
+        """Groups of others with an operation that was not ordered before it."""
         self.forgotten = 0
         """Groups dropped from a full history while they could still have raced."""
 
     def enter(
         self,
         actor: Actor,
-        accesses: tuple[Access, ...],
-        layers: tuple[int, int],
         clock: Clock,
+        record: Touching,
         op: OpId,
         seq: int,
-        issued_ns: int,
         label: Label,
-    ) -> tuple[Operation, list[Conflict], list[Lookup]]:
+        sums: Mapping[str, list[int]],
+    ) -> tuple[Operation, list[Conflict], int]:
         """Add an operation; tell what it conflicts with.
 
         Args:
             actor: Stream or thread of the operation.
-            accesses: What it touches.
-            layers: Half-open layer range.
             clock: The actor's guaranteed clock before the operation.
-            op, seq, issued_ns, label: As in ``Operation``.
+            record: What it touches, when it was issued.
+            op, seq, label: As in ``Operation``.
+            sums: By ``Label.what``, see ``_look_up``.
 
         Returns:
-            The operation; its conflicts with unordered earlier operations, oldest first; and one look-up per
-            access (none for a further member of a group: its pages were looked up with the first).
+            The operation; its conflicts with unordered earlier operations, oldest first; and, if it begins a group,
+            how many of its pages have a known owner, else -1.
         """
-        if self._all_ordered == actor:
-            candidates = _NO_CANDIDATES  # only this actor has done anything since
-        else:
-            candidates = self._unordered(actor, clock)
-            self._all_ordered = None if candidates else actor
-        history = self._history.get(actor)
-        group = history[-1] if history else None
-        lookups = _NO_LOOKUPS
+        candidates = self._unordered(actor, clock) if self._rivals or self._surveyor != actor else _NO_CANDIDATES
+        accesses, layers = record.accesses, record.layers
+        group = self.newest.get(actor)
+        owned = -1
         if (
             group is None
-            or group.ends[-1] > layers[0]
+            or group.top > layers[0]
             or not (group.accesses is accesses or _same(group.accesses, accesses))
         ):
-            group = self._new_group(actor, accesses)
-            group.safe = (candidates[0][0] if len(candidates) == 1 else _oldest(candidates, group)).number - 1
-            lookups = self._open(group)
-        epoch = clock[actor] + 1
-        operation = Operation(op, epoch, seq, layers, issued_ns, label, group)
+            self._numbers += 1
+            group = self.newest[actor] = Group(self._numbers, actor, label, accesses, [], [], {}, {})
+            history = self._history.get(actor)
+            if history is None:
+                self._history[actor] = [group]
+            else:
+                history.append(group)
+            self._kept.append(group)
+            group.safe = min(found.number for found, _ in candidates) - 1 if candidates else group.number - 1
+            owned = self._look_up(group, sums[label.what])
+        group.label = label
+        group.last = epoch = clock[actor] + 1
+        group.top = layers[1]
+        operation = Operation(op, epoch, seq, layers, record.host_ns, label, group)
+        if isinstance(record, Kernel):
+            operation.rows = record.rows
         conflicts = self._conflicts(group, layers, candidates) if candidates else _NO_CONFLICTS
         group.members.append(operation)
         group.epochs.append(epoch)
-        group.ends.append(layers[1])
-        return operation, conflicts, lookups
+        return operation, conflicts, owned
+
+    def extend(self, group: Group, clock: Clock, record: Kernel | Memcpy, seq: int) -> Operation | None:
+        """``enter`` for another operation of an actor's newest group, most often its next layer.
+
+        Returns ``None``, and does nothing, if it may conflict with something, or other actors have had operations.
+        """
+        layers = record.layers
+        if self._surveyor != group.actor or group.top > layers[0]:
+            return None
+        for rival in self._rivals:
+            first = bisect_right(rival.epochs, clock[rival.actor])
+            if first < len(rival.members) and rival.members[first].layers[0] < layers[1]:
+                return None
+        group.last = epoch = clock[group.actor] + 1
+        group.top = layers[1]
+        operation = Operation(record.op, epoch, seq, layers, record.host_ns, group.label, group)
+        if isinstance(record, Kernel):
+            operation.rows = record.rows
+        group.members.append(operation)
+        group.epochs.append(epoch)
+        return operation
 
     @property
     def retained(self) -> int:
@@ -300,41 +317,72 @@ class Shadow:
             shared = group.shared[earlier.number] = tuple(self._overlaps(group, earlier))
         return shared
 
+    @property
+    def tables(self) -> Iterable[PageTable]:
+        """All of them."""
+        return (table for pools in self._tables for table in pools.values())
+
+    def table(self, access: Access) -> PageTable:
+        """What is known of the pages that an access is to."""
+        pools = self._tables[access.space]
+        table = pools.get(access.pool)
+        if table is None:
+            table = pools[access.pool] = PageTable(self._room)
+        return table
+
+    def was_last(self, group: Group, earlier: Group) -> bool:
+        """Whether ``earlier`` was the last to write, or for a write the last to touch, some page of ``group`` when that
+        was opened; as far as the groups in between are kept."""
+        if earlier.number >= group.number:
+            return False
+        latest = group.latest.get(earlier.number)
+        if latest is None:
+            since = [access for other in self._kept_between(earlier, group) for access in other.accesses]
+            latest = any(len(_left(overlap, since)) for overlap in self.shared(group, earlier))
+            group.latest[earlier.number] = latest
+        return latest
+
+    def _kept_between(self, earlier: Group, group: Group) -> Iterator[Group]:
+        return (other for other in self._kept if earlier.number < other.number < group.number)
+
+    def call(self, seq: int) -> int:
+        """An allocator is called at ``seq``; returns the call's number for page tables."""
+        self._numbers += 1
+        self._calls.append(seq)
+        self._call_numbers.append(self._numbers)
+        if len(self._calls) > 2 * MAX_CALLS:
+            del self._calls[:-MAX_CALLS], self._call_numbers[:-MAX_CALLS]
+        return self._numbers - self.base
+
     def note_free(self, access: Access, seq: int) -> None:
-        """The ids were given back to their allocator at ``seq``."""
-        if len(access.ids):
-            cells = self._cells_of(access)
-            place = cells.place(access.ids)  # may replace the array
-            cells.freed[place] = seq + 1
+        """The ids were given back at ``seq`` to an allocator that nobody owns pages of."""
+        table = self.table(access)
+        place = table.place(access.ids)  # may replace the array
+        table.freed[place] = self.call(seq)
 
     def note_move(self, access: Access, seq: int) -> None:
         """The contents of the ids were moved elsewhere at ``seq``."""
         if len(access.ids):
-            cells = self._cells_of(access)
-            place = cells.place(access.ids)
-            cells.moved[place] = seq + 1
-
-    def ever_written(self, access: Access) -> npt.NDArray[np.bool_]:
-        """For each id, whether an operation has written it since the trace began."""
-        cells = self._cells_of(access)
-        place = cells.place(access.ids)  # may replace the array
-        return cells.wrote[place] > 0
+            self.table(access).note_move(access.ids, seq + 1)
 
     def freed_since(self, overlap: Overlap, seq: int) -> bool:
-        """Whether a shared page was given back after ``seq``."""
-        cells = self._cells[overlap.space][overlap.pool]
-        return bool((cells.freed[overlap.pages] > seq + 1).any())
+        """Whether a shared page was given back after ``seq``, as far as calls are kept."""
+        first = bisect_right(self._calls, seq)
+        if first == len(self._calls):
+            return False
+        freed = self._tables[overlap.space][overlap.pool].freed[overlap.pages]
+        return bool((freed >= max(1, self._call_numbers[first] - self.base)).any())
 
     def moved_since(self, overlap: Overlap, seq: int) -> bool:
         """Whether a shared page was moved away after ``seq``."""
-        cells = self._cells[overlap.space][overlap.pool]
-        return bool((cells.moved[overlap.pages] > seq + 1).any())
+        moved = self._tables[overlap.space][overlap.pool].moved
+        return len(moved) > 0 and bool((moved[overlap.pages] > seq + 1).any())
 
     def prune(self, floor: Clock) -> None:
         """Forget operations that every host thread knows to be complete (``Order.floor``)."""
         for actor, history in self._history.items():
             known = floor[actor] if actor < len(floor) else 0
-            done = bisect_right(history, known, key=_last_epoch)
+            done = bisect_right(history, known, key=_last)
             overflow = len(history) - done - MAX_GROUPS
             if overflow > 0:
                 self.forgotten += overflow
@@ -342,42 +390,42 @@ class Shadow:
             done = min(done, len(history) - 1)  # the newest may still grow
             del history[:done]
         self._prune_kept()
+        if self._numbers - self.base > MAX_NUMBER:
+            by = self._numbers - self.base - MAX_NUMBER // 2
+            self.base += by
+            for table in self.tables:
+                table.rebase(by)
 
     def _prune_kept(self) -> None:
-        kept = self._by_number
+        kept = self._kept
         while len(kept) > 1 and (len(kept) > MAX_GROUPS or self._kept_ids > MAX_KEPT_IDS):
-            group = kept.pop(self._oldest)
-            self._oldest += 1
-            self._kept_ids -= _ids_in(group)
+            group = kept.popleft()
+            self._kept_ids -= sum(len(access.ids) for access in group.accesses)
             group.shared.clear()
-            group.prior = ()  # else groups would keep each other alive for ever
+            group.latest.clear()
 
-    def _cells_of(self, access: Access) -> PageTable:
-        pools = self._cells[access.space]
-        cells = pools.get(access.pool)
-        if cells is None:
-            cells = pools[access.pool] = PageTable(self.room)
-        return cells
-
-    def _new_group(self, actor: Actor, accesses: tuple[Access, ...]) -> Group:
-        self._groups += 1
-        group = Group(self._groups, actor, accesses, [], [], [], {})
-        self._history.setdefault(actor, []).append(group)
-        self._by_number[group.number] = group
-        self._owners.add(group)
-        return group
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest group that measured times are compared with."""
+        return self._kept[0].number if self._kept else 0
 
     def _unordered(self, actor: Actor, clock: Clock) -> list[tuple[Group, int]]:
         """Groups of other actors with an operation past ``clock``, and the ordered epoch of their actor."""
-        found: list[tuple[Group, int]] = []
-        for other, history in self._history.items():
-            known = clock[other]
-            if history[-1].epochs[-1] > known and other != actor:
-                if len(history) == 1 or history[-2].epochs[-1] <= known:
-                    found.append((history[-1], known))
-                else:
-                    first = bisect_right(history, known, key=_last_epoch)
-                    found.extend((group, known) for group in history[first:])
+        if self._surveyor == actor:  # only this actor has done anything since the last survey
+            found = [(group, known) for group in self._rivals if group.last > (known := clock[group.actor])]
+        else:
+            found = []
+            for other, newest in self.newest.items():
+                known = clock[other]
+                if newest.last > known and other != actor:
+                    history = self._history[other]
+                    if len(history) == 1 or history[-2].last <= known:
+                        found.append((newest, known))
+                    else:
+                        first = bisect_right(history, known, key=_last)
+                        found.extend((group, known) for group in history[first:])
+            self._surveyor = actor
+        self._rivals = [group for group, _ in found]
         return found
 
     def _conflicts(self, group: Group, layers: tuple[int, int], candidates: list[tuple[Group, int]]) -> list[Conflict]:
@@ -390,45 +438,56 @@ class Shadow:
             found.sort(key=_seq)
         return found
 
-    def _open(self, group: Group) -> list[Lookup]:
-        """Look the new group's pages up, then mark them."""
-        number, actor, accesses = group.number, group.actor, group.accesses
-        lookups: list[Lookup] = []
-        places: list[tuple[PageTable, PageIds | slice, bool]] = []
-        clear = True
-        prior: set[int] = set()
-        for access in accesses:
-            ids = access.ids
-            if not len(ids):
+    def _look_up(self, group: Group, sums: list[int]) -> int:
+        """Look the new group's pages up, then mark them; returns how many of them have a known owner.
+
+        Args:
+            sums: To be added to: at ``4 * space + 2 * mode`` how many pages were looked up, and behind it how many of
+                them had an earlier conflicting access.
+        """
+        number, safe, owned = group.number - self.base, group.safe - self.base, 0
+        ordered = safe == number - 1
+        clear, unwritten = True, False
+        reads: list[tuple[PageTable, PageIds | slice, int]] = []
+        writes: list[tuple[PageTable, PageIds | slice]] = []
+        for access in group.accesses:
+            count = len(access.ids)
+            if not count:
                 continue
-            self._kept_ids += len(ids)
-            cells = self._cells_of(access)
-            place = cells.place(ids)
-            writes = access.mode is Mode.WRITE
-            last = (cells.touched if writes else cells.wrote)[place]
-            low = last.item(last.argmin())
-            lookups.append(Lookup(access, len(ids) if low else int(np.count_nonzero(last))))
-            foreign = 0
-            for other, newest in cells.newest.items():
-                if newest > foreign and other != actor:
-                    foreign = newest
-            if foreign > group.safe or foreign >= max(low, self._oldest):
-                high = last.item(last.argmax())
-                clear = clear and high <= group.safe
-                if high >= self._oldest:
-                    prior.update((high,) if low == high else self._owners.others(actor, last))
-            places.append((cells, place, writes))
-        for cells, place, writes in places:
-            cells.touched[place] = number
-            if writes:
-                cells.wrote[place] = number
-            cells.newest[actor] = number
-        group.seen = number - 1 if clear else group.safe
-        if prior:
-            kept = self._by_number
-            found = (kept[earlier] for earlier in sorted(prior) if earlier in kept)
-            group.prior = tuple(earlier for earlier in found if earlier.actor != actor)
-        return lookups
+            self._kept_ids += count
+            table = self.table(access)
+            place = table.place(access.ids)
+            at = 4 * access.space + 2 * access.mode
+            sums[at] += count
+            if access.mode is _READ:
+                reads.append((table, place, at + 1))
+                continue
+            last = table.touched[place]
+            sums[at + 1] += count if last.item(last.argmin()) else int(np.count_nonzero(last))
+            if clear and not ordered:
+                clear = last.item(last.argmax()) <= safe
+            writes.append((table, place))
+        for table, place in writes:
+            known, free, new = table.note_write(place)
+            owned += known
+            group.suspect |= free
+            unwritten |= new
+        for table, place, at in reads:
+            if unwritten or not ordered:  # before this operation's own writes are marked
+                last = table.wrote[place]
+                sums[at] += len(last) if last.item(last.argmin()) else int(np.count_nonzero(last))
+                clear = clear and (ordered or last.item(last.argmax()) <= safe)
+            known, wrong, written = table.look(place)
+            owned += known
+            group.suspect |= wrong
+            if ordered and not unwritten:
+                sums[at] += written
+        for table, place in writes:
+            table.touched[place] = table.wrote[place] = number
+        for table, place, _ in reads:
+            table.touched[place] = number
+        group.seen = group.number - 1 if clear else group.safe
+        return owned
 
     def _overlaps(self, group: Group, earlier: Group) -> Iterator[Overlap]:
         for mine in group.accesses:
@@ -444,11 +503,21 @@ class Shadow:
     def _intersect(self, a: Access, b: Access) -> PageIds:
         if not len(a.ids) or not len(b.ids):
             return _NO_PAGES
-        scratch = self._cells[a.space][a.pool].scratch
+        scratch = self._tables[a.space][a.pool].scratch
         scratch[a.ids] = True
         pages: PageIds = b.ids[scratch[b.ids]]
         scratch[a.ids] = False
         return pages
+
+
+def _left(overlap: Overlap, since: Iterable[Access]) -> PageIds:
+    """Pages that no access of ``since`` has written, or for a write touched."""
+    pages = overlap.pages
+    for access in since:
+        counts = overlap.later is Mode.WRITE or access.mode is Mode.WRITE
+        if counts and access.space is overlap.space and access.pool == overlap.pool:
+            pages = pages[np.isin(pages, access.ids, invert=True)]
+    return pages
 
 
 def _same(a: tuple[Access, ...], b: tuple[Access, ...]) -> bool:
@@ -459,18 +528,6 @@ def _same(a: tuple[Access, ...], b: tuple[Access, ...]) -> bool:
     )
 
 
-def _oldest(candidates: list[tuple[Group, int]], group: Group) -> Group:
-    return min((found for found, _ in candidates), key=_number, default=group)
-
-
-def _number(group: Group) -> int:
-    return group.number
-
-
-def _ids_in(group: Group) -> int:
-    return sum(len(access.ids) for access in group.accesses)
-
-
 _NO_CANDIDATES: Final[list[tuple[Group, int]]] = []
-_NO_LOOKUPS: Final[list[Lookup]] = []
 _NO_CONFLICTS: Final[list[Conflict]] = []
+_NOBODY: Final[list[Operation]] = []

@@ -297,7 +297,7 @@ class Spread:
         cells.owners[places] = np.where(newer, stamps, owners)
         cells.ever[places] = self._table.join(cells.ever[places], ALL, wrong.source)
 
-    def run(self, operation: Operation, rows: PageIds | None, wrong: Sequence[Wrong] = ()) -> None:
+    def run(self, operation: Operation, wrong: Sequence[Wrong] = ()) -> None:
         """Spread through one operation; ``wrong`` is what it reads wrong, whatever its pages hold."""
         mask = layer_mask(operation.layers)
         reads = (access for access in operation.group.accesses if access.mode is Mode.READ and len(access.ids))
@@ -306,7 +306,7 @@ class Spread:
         if what in COPIES:
             self._copy(operation, mask, hits)
         elif what in ROUNDS:
-            self._round(operation, self._unpacked(rows), hits)
+            self._round(operation, self._unpacked(operation.rows), hits)
         elif hits:
             self._all(operation, union(hit.sources for hit in hits))
 

@@ -57,7 +57,6 @@ MAX_RACES: Final = 1 << 16
 """Operation pairs kept."""
 
 Pair = tuple[OpId, OpId]
-_Step = tuple[Operation, PageIds | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,11 +79,13 @@ class Taint:
     """Blast radius of every race of one trace. Feed in trace order; not thread-safe."""
 
     def __init__(self) -> None:
-        self._steps: list[_Step] = []
+        self._steps: list[Operation] = []
         self._allocations: list[tuple[int, Access]] = []
         self._discarded: dict[int, frozenset[int]] = {}
         self._races: list[_Race] = []
         self._past = Spread()
+        self._past_started = 0
+        """When the last of the operations that are in ``_past`` started."""
         self._past_end = -1
         """Position of the last operation that is in ``_past``."""
         self._played: Spread | None = None
@@ -94,9 +95,9 @@ class Taint:
         self._pairs: dict[Pair, int] = {}
         self._fingerprints: dict[str, int] = {}
 
-    def step(self, operation: Operation, rows: PageIds | None = None) -> None:
+    def step(self, operation: Operation) -> None:
         """An operation was issued. Its races, if any, follow at once."""
-        self._steps.append((operation, rows))
+        self._steps.append(operation)
         self._played = None
         if len(self._steps) > MAX_RECENT:
             self._forget()
@@ -174,7 +175,7 @@ class Taint:
 
     # -- playing ---------------------------------------------------------------------------------------------
 
-    def _play(self, past: Spread, steps: Sequence[_Step], races: Sequence[_Race]) -> Spread:
+    def _play(self, past: Spread, steps: Sequence[Operation], races: Sequence[_Race]) -> Spread:
         """What ``past`` has become after ``steps``."""
         if not races and past.empty:
             return past
@@ -182,7 +183,7 @@ class Taint:
         spread = past.fork(owners, self._discarded)
         timed = all(map(_is_timed, steps))
         order = _started if timed else _issued
-        known = {step[0] for step in steps}
+        known = set(steps)
         reads: dict[Operation, list[Wrong]] = {}
         after: dict[Operation, list[Wrong]] = {}
         crossing: list[Overlap] = []
@@ -201,12 +202,17 @@ class Taint:
                     _either(race, overlap, reads, after, last=max(race.first, race.second, key=order))
         if not timed:
             spread.reached.vague |= past.sources() | union(race.source for race in races)
-        for operation, rows in sorted(steps, key=lambda step: order(step[0])):
-            spread.run(operation, rows, reads.get(operation, ()))
+        for operation in sorted(steps, key=order):
+            spread.run(operation, reads.get(operation, ()))
             for wrong in after.get(operation, ()):
                 spread.taint(wrong)
         for overlap in crossing:  # one of the two was played too early or too late for what else these pages held
             spread.reached.cut |= spread.held((overlap.space, overlap.pool), overlap.pages)
+        if timed:
+            for operation in steps:
+                if _started(operation)[0] < self._past_started:  # a forgotten one that ran later was played before it
+                    for access in operation.group.accesses:
+                        spread.reached.cut |= spread.held((access.space, access.pool), access.ids)
         return spread
 
     def _reversed(
@@ -237,7 +243,7 @@ class Taint:
         """Whole pages written by copies issued between the two, and at which layers."""
         return [
             (access, layer_mask(operation.layers))
-            for operation, _ in self._steps
+            for operation in self._steps
             if first.seq < operation.seq < second.seq and operation.label.what in COPIES
             for access in operation.group.accesses
             if access.mode is Mode.WRITE and (access.space, access.pool) == pool
@@ -250,13 +256,15 @@ class Taint:
         if not self._steps:
             self._forget_allocations()
             return
-        end = self._cut_point()
+        spread = bool(self._races) or not self._past.empty
+        end = self._cut_point() if spread else max(1, len(self._steps) // 2)
         old = self._steps[:end]
-        races = [race for race in self._races if race.second.seq <= old[-1][0].seq]
+        races = [race for race in self._races if race.second.seq <= old[-1].seq]
         if races or not self._past.empty:
             self._past = self._play(self._past, old, races).fork(Owners(self._allocations), {})
-            self._past.settle(old[-1][0].seq, {step[0].label.number for step in self._steps[end - 1 :]})
-        self._past_end = old[-1][0].seq
+            self._past.settle(old[-1].seq, {step.label.number for step in self._steps[end - 1 :]})
+        self._past_end = old[-1].seq
+        self._past_started = max(self._past_started, *(_started(operation)[0] for operation in old))
         del self._steps[:end]
         self._races = [race for race in self._races if race.second.seq > self._past_end]
         self._allocations = [item for item in self._allocations if item[0] > self._past_end]
@@ -272,10 +280,10 @@ class Taint:
     def _cut_point(self) -> int:
         """How many of the oldest steps to forget: if it can be, all of them had run before the rest began.
 
-        Otherwise the order of two steps on either side counts only where they race, and ``_play`` sees to that.
+        Otherwise what is played on either side may have come the other way round, and ``_play`` sees to that.
         """
         steps = self._steps
-        starts = np.array([_started(operation)[0] for operation, _ in steps])  # nothing starts before it is issued
+        starts = np.array([_started(operation)[0] for operation in steps])  # nothing starts before it is issued
         last = np.maximum.accumulate(starts)[:-1]
         timed = np.logical_and.accumulate(list(map(_is_timed, steps)))[:-1]
         good = np.flatnonzero(timed & (last < np.minimum.accumulate(starts[::-1])[::-1][1:])) + 1
@@ -318,9 +326,8 @@ def _without(pages: PageIds, mask: int, ids: PageIds, gone: int) -> list[tuple[P
     return [(pages[~hit], mask), (pages[hit], mask & ~gone)]
 
 
-def _is_timed(step: _Step) -> bool:
+def _is_timed(operation: Operation) -> bool:
     """Whether it is known when an operation started, surely enough to tell it from its neighbours."""
-    operation = step[0]
     if operation.start_ns is None or operation.end_ns is None:
         return operation.label.what == "host" or operation.label.what in IO
     return not operation.error_ns or operation.end_ns - operation.start_ns > 2 * operation.error_ns

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Final
 
 from hicache_obs.analyzer.hazards import Hazards, principal
+from hicache_obs.analyzer.measured import Measured
 from hicache_obs.analyzer.ownership import Misuse
 from hicache_obs.analyzer.shadow import Conflict, Operation, Overlap, Shadow
 from hicache_obs.analyzer.taint import Taint
@@ -43,12 +44,13 @@ class Pair:
     Attributes:
         conflict: The earlier operation and what both touch.
         later: The later operation.
-        proof, cause: As in ``Finding``.
+        hazard, proof, cause: As in ``Finding``; named when the pair was met, for its pages may be freed later.
         wrong_stream: For ``Cause.WRONG_STREAM``: the stream that waits, or was waited for, instead.
     """
 
     conflict: Conflict
     later: Operation
+    hazard: Hazard
     proof: Proof
     cause: Cause
     wrong_stream: StreamId | None = None
@@ -57,13 +59,16 @@ class Pair:
 class Verdicts:
     """Judges pairs once their times are known, and reports them. Fed by the analyzer in trace order."""
 
-    def __init__(self, sink: AnalysisSink, names: Names, shadow: Shadow, hazards: Hazards, taint: Taint) -> None:
+    def __init__(
+        self, sink: AnalysisSink, names: Names, shadow: Shadow, measured: Measured, hazards: Hazards, taint: Taint
+    ) -> None:
         self._sink = sink
         self._names = names
         self._shadow = shadow
+        self._measured = measured
         self._hazards = hazards
         self._taint = taint
-        self.live: dict[OpId, tuple[Operation, ...]] = {}
+        self.live: dict[OpId, Operation | tuple[Operation, ...]] = {}
         """Operations whose device times may come; the analyzer adds to it."""
         self._pending: dict[OpId, list[Pair]] = {}
         self._raced: set[tuple[Space, int, int]] = set()
@@ -77,11 +82,17 @@ class Verdicts:
         for pair in self._pending.pop(op, ()):
             self._report(pair, _timing(pair.conflict.earlier, pair.later))
 
+    def await_entry(self, operation: Operation) -> None:
+        """Times may come for an entry of a graph replay, together with those of the entries before it."""
+        live = self.live.get(operation.op, ())
+        self.live[operation.op] = (*(live if isinstance(live, tuple) else (live,)), operation)
+
     def note_times(self, record: Times) -> tuple[Operation, ...]:
         """Note the times of an operation; returns it, or the entries of a graph replay, for ``judge_timed``."""
-        operations = self.live.pop(record.op, ())
+        live = self.live.pop(record.op, ())
+        operations = live if isinstance(live, tuple) else (live,)
         for operation in operations:
-            operation.set_times(record.start_ns, record.end_ns, record.error_ns)
+            self._measured.note(operation, record.start_ns, record.end_ns, record.error_ns)
         return operations
 
     def judge_timed(self, operations: tuple[Operation, ...]) -> None:
@@ -91,8 +102,7 @@ class Verdicts:
         if self._pending:
             self.settle(operations[0].op)
         for operation in operations:
-            if operation.group.prior:
-                self._check_measured(operation)
+            self._check_measured(operation)
 
     def rearm(self, access: Access) -> None:
         """Pages got a new owner: their next race is not secondary to earlier ones."""
@@ -103,7 +113,8 @@ class Verdicts:
         """Give operations whose times are overdue their untimed verdict, so that tables stay bounded."""
         for op in list(islice(self.live, max(0, len(self.live) - MAX_PENDING))):
             del self.live[op]
-            self.settle(op)
+            if self._pending:
+                self.settle(op)
         if len(self._raced) > MAX_RACED:
             self._raced.clear()
 
@@ -114,20 +125,25 @@ class Verdicts:
         self.live.clear()
 
     def _check_measured(self, later: Operation) -> None:
-        """A pair that is proven ordered must also have been kept; if not, a fence or a clock lies."""
-        if later.start_ns is None:
-            return
-        latest_ns = later.start_ns + later.error_ns
-        for group in later.group.prior:
-            if latest_ns >= group.surely_until_ns:
-                continue  # after every member whose times are known
+        """A pair that is proven ordered must also have been kept; if not, a fence or a clock lies.
+
+        The earlier one of a pair is the last that touched some page: what went before follows from other pairs.
+        """
+        if later.start_ns is None or later.within:
+            return  # of a graph's entry nobody knows when it ran: another may follow it and still run in its interval
+        shadow, broken = self._shadow, []
+        for group in self._measured.after(later.start_ns + later.error_ns, later.group.actor):
+            if group.number > later.group.number or not (overlaps := shadow.shared(later.group, group)):
+                continue
             for earlier in group.overlapping(later.layers, 0):
-                if earlier.seq > later.seq or earlier.op in later.unordered:
+                if earlier.seq > later.seq or earlier.within or earlier.op in later.unordered:
                     continue
-                if _timing(earlier, later) is Timing.BROKEN:
-                    conflict = Conflict(earlier, self._shadow.shared(later.group, group))
-                    self._taint.race(earlier, later, conflict.overlaps)
-                    self._report(Pair(conflict, later, Proof.ORDERED, Cause.CLOCK_OR_FENCE), Timing.BROKEN)
+                if _timing(earlier, later) is Timing.BROKEN and shadow.was_last(later.group, group):
+                    broken.append(Conflict(earlier, overlaps))
+        for conflict in sorted(broken, key=_earlier_seq):
+            self._taint.race(conflict.earlier, later, conflict.overlaps)
+            hazard = self._hazards.of(conflict.overlaps, conflict.earlier, later)
+            self._report(Pair(conflict, later, hazard, Proof.ORDERED, Cause.CLOCK_OR_FENCE), Timing.BROKEN)
 
     def _report(self, pair: Pair, timing: Timing) -> None:
         earlier, later, overlaps = pair.conflict.earlier, pair.later, pair.conflict.overlaps
@@ -137,14 +153,13 @@ class Verdicts:
         cells = {(main.space, main.pool, page) for page in pages}
         secondary = not self._raced.isdisjoint(cells)
         self._raced |= cells
-        hazard = self._hazards.of(overlaps, earlier, later)
         first, second = self._access(earlier, main.earlier), self._access(later, main.later)
         on, waiter = self._actor_name(earlier), self._actor_name(later)
-        name = fingerprint(hazard, first.site, second.site, on, waiter, self._names.engine)
+        name = fingerprint(pair.hazard, first.site, second.site, on, waiter, self._names.engine)
         self._taint.name(name, (earlier.op, later.op))
         self._sink.on_finding(
             Finding(
-                hazard=hazard,
+                hazard=pair.hazard,
                 verdict=judge(pair.proof, timing),
                 proof=pair.proof,
                 timing=timing,
@@ -160,7 +175,7 @@ class Verdicts:
                 ),
                 missing_edge=Edge(on, earlier.op, waiter, later.op),
                 wrong_waiter=None if pair.wrong_stream is None else self._names.stream(pair.wrong_stream),
-                coarse="forward" in (first.what, second.what),
+                coarse="forward" in (first.what, second.what) or earlier.within or later.within,
                 fingerprint=name,
                 secondary=secondary,
                 also=tuple(Shared(space.name.lower(), pool, ids) for (space, pool), ids in shared.items()),
@@ -230,6 +245,10 @@ class Verdicts:
         if label.stream is None:
             return self._names.thread(label.thread)
         return self._names.stream(label.stream)
+
+
+def _earlier_seq(conflict: Conflict) -> int:
+    return conflict.earlier.seq
 
 
 def _timing(earlier: Operation, later: Operation) -> Timing:

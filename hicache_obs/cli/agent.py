@@ -93,7 +93,7 @@ def command(
     with closing(Outputs(accepted, events=events, otlp=sent, metrics=metrics)) as outputs:
         if security is None:
             return int(_read_once(options, metrics, outputs, textfile))
-        _serve(options, metrics, outputs, port, bind, security)
+        _serve(replace(options, scraped=True), metrics, outputs, port, bind, security)
     return int(ExitCode.CLEAN)
 
 
@@ -176,6 +176,7 @@ def _serve(
         serve(
             metrics,
             board=agent.board,
+            accepted=outputs.accepted,
             address=address,
             port=number,
             option="--port",
@@ -183,6 +184,7 @@ def _serve(
             credentials=security.credentials,
             created=read_text("created")[0] == "on",
             facts={"rings": str(options.directory), "journals": journal or "none", "process": str(os.getpid())},
+            scraped=agent.scraped,
             healthy=agent.stuck,
             ready=agent.stuck,
         ) as server,

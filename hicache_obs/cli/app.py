@@ -18,11 +18,15 @@ COMMANDS: Final = {
     "check": "Check scenario, journal and ring files for races.",
     "explore": "Run a controller for every way its host code can go.",
     "analyze": "Judge Nsight Systems and torch.profiler recordings.",
+    "report": "Write verdict, findings, timeline and costs as one HTML file.",
+    "record": "Run a command under Nsight Systems or torch.profiler, and judge it.",
+    "convert": "Write recordings as timelines for Perfetto and Chrome, Parquet, journals.",
     "replay": "Prove a finding: run its witness on the virtual device.",
     "agent": "Watch a node: read, judge and export what all its ranks record.",
     "status": "Show the rings of this node and whether they are read.",
     "off": "Stop recording in running processes, without a restart.",
     "on": "Start recording again.",
+    "dashboards": "Write alerts, dashboards, manifests and runbooks with your addresses.",
     "audit-sglang": "Say what orders HiCache's transfers in a SGLang release, path by path.",
     "doctor": "Show settings, versions and what cannot be seen here.",
 }
@@ -30,7 +34,8 @@ COMMANDS: Final = {
 
 
 PACKAGES: Final = {
-    **{name: name for name in ("jsonschema", "msgspec", "numpy", "nvtx", "pyarrow", "rich", "torch")},
+    **{name: name for name in ("jsonschema", "msgspec", "numpy", "nvtx", "perfetto", "pyarrow", "rich", "torch")},
+    **dict.fromkeys(("bokeh", "jinja2"), "'hicache-obs[report]'"),
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
 }

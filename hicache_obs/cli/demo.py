@@ -7,9 +7,9 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
@@ -17,8 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hicache_obs.analyzer import explain
+from hicache_obs.cli.demo_policies import FENCES, DemoPolicies, policy_options
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.cli.outputs import Outputs, export_options, load_accepted, otlp_options
+from hicache_obs.config import read_text
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Verdict
 
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
     from hicache_obs.exporters.prometheus import Metrics
     from hicache_obs.exporters.server import Server
 
-FENCES: Final = ("none", "stream", "page")
 SCHEDULES: Final = ("eager", "lazy", "random", "adversarial")
+FORMS: Final = ("mha", "mla", "fp8")
+HOST_LAYOUTS: Final = ("layer-first", "page-first", "page-first-direct")
+IO_BACKENDS: Final = ("kernel", "direct")
 DEVICES: Final = ("auto", "cuda", "threads", "virtual")
 DEFAULT_PORT: Final = 9464
 VOCABULARY: Final = 512
@@ -97,6 +101,24 @@ class _Defaults:
     help="Pages of the device KV pool; fewer pages make more restores.",
 )  # fmt: skip
 @click.option("--host-pages", type=click.IntRange(min=1), metavar="N", help="Pages of the pinned host KV pool.")
+@policy_options
+@click.option(
+    "--kv", type=click.Choice(FORMS), default="mha", show_default=True,
+    help="What a page holds: K and V apart, both in one buffer, or 8-bit floats with scales (runner pattern).",
+)  # fmt: skip
+@click.option(
+    "--host-layout", type=click.Choice(HOST_LAYOUTS), default="layer-first", show_default=True,
+    help="What lies together in host memory.",
+)  # fmt: skip
+@click.option(
+    "--io", type=click.Choice(IO_BACKENDS),
+    help="How pages are copied: by a gather over indices, or run by run.  [default: direct on a GPU, else kernel]",
+)  # fmt: skip
+@click.option("--graphs", is_flag=True, help="Replay captured graphs for decode rounds (runner pattern).")
+@click.option(
+    "--compact-every", type=click.IntRange(min=0), default=0, metavar="N",
+    help="Move pages to lower addresses every N scheduler steps; 0: never.",
+)  # fmt: skip
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
     help="Of the workload, the weights and the random schedule.",
@@ -108,7 +130,8 @@ class _Defaults:
 )  # fmt: skip
 @click.option(
     "--journal", type=click.Path(path_type=Path), metavar="DIR",
-    help="Keep every record of the check runs, one folder per policy, for 'hicache-obs check'.",
+    help="Keep every record of the check runs, one folder per policy, for 'hicache-obs check'; default: "
+    "HICACHE_OBS_JOURNAL.",
 )  # fmt: skip
 @export_options
 @click.option("--json", "json_file", metavar="FILE|-", help="Write the results as JSON; - is standard output.")
@@ -121,6 +144,11 @@ def command(
     requests: int | None,
     device_pages: int | None,
     host_pages: int | None,
+    kv: str,
+    host_layout: str,
+    io: str | None,
+    graphs: bool,
+    compact_every: int,
     seed: int,
     serve: str | None,
     journal: Path | None,
@@ -128,6 +156,7 @@ def command(
     events: str | None,
     otlp: str | None,
     json_file: str | None,
+    **policies: Any,
 ) -> int:
     """Run a KV-cache engine with and without fences, and show what the missing fence does.
 
@@ -148,8 +177,10 @@ def command(
         requests=requests,
         device_pages=device_pages,
         host_pages=host_pages,
+        pools={"kv": kv, "host_layout": host_layout, "io": io, "graphs": graphs, "compact_every": compact_every},
         seed=seed,
         journal=journal,
+        policies=DemoPolicies(**policies),
     )
     from hicache_obs.exporters.findings_board import FindingsBoard
     from hicache_obs.exporters.prometheus import Metrics
@@ -160,7 +191,7 @@ def command(
     console = Console(stderr="-" in (json_file, events))
     with contextlib.ExitStack() as stack:
         if metrics is not None and port is not None:
-            server = stack.enter_context(_server(metrics, port, board))
+            server = stack.enter_context(_server(metrics, port, board, accepted))
             Console(stderr=True).print(f"metrics on {server.url}\nstatus page on {server.home}")
         made = Outputs(accepted, events=events, otlp=sent, metrics=metrics or Metrics(), use_settings=False)
         outputs = stack.enter_context(contextlib.closing(made))
@@ -206,10 +237,12 @@ def build_options(
     requests: int | None = None,
     device_pages: int | None = None,
     host_pages: int | None = None,
+    pools: Mapping[str, Any] | None = None,
     seed: int = 0,
     journal: Path | None = None,
+    policies: DemoPolicies | None = None,
 ) -> DemoOptions:
-    """The demo that these flags ask for; ``None`` takes the runner's default.
+    """The demo that these flags ask for; ``None`` takes the runner's default. ``pools``: fields of ``EngineConfig``.
 
     Raises:
         ConfigError, WorkloadError: A flag, or the file it names, cannot be used.
@@ -217,14 +250,16 @@ def build_options(
     defaults = _Defaults(runner, real=workload is not None)
     work = _workload(workload, requests, defaults, seed)
     fences = FENCES if fence == "all" else (fence,)
+    if journal is None and read_text("journal")[0]:
+        journal = Path(read_text("journal")[0])
     if journal is not None:
         _check_folder(journal)
     import torch
 
     from hicache_obs.cli.demo_run import DemoOptions
     from hicache_obs.controller.engine import EngineConfig
-    from hicache_obs.controller.scheduler import SchedulerOptions
 
+    policies = policies or DemoPolicies()
     torch.set_num_threads(1)  # the workers of the threads device are the parallelism
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "threads"
@@ -239,10 +274,10 @@ def build_options(
         head_dim=defaults.head_dim,
         vocabulary=VOCABULARY,
         seed=seed,
-        scheduler=SchedulerOptions(
-            max_running=defaults.max_running,
-            max_extend_tokens=32 * defaults.page_size,
-        ),
+        scheduler=policies.scheduler(max_running=defaults.max_running, max_extend_tokens=32 * defaults.page_size),
+        write_fence=policies.write_fence,
+        storage=policies.storage_config(),
+        **(pools or {}),
     )
     return DemoOptions(fences, device, schedule, seed, engine, work, journal)
 
@@ -286,7 +321,7 @@ def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult],
         others = sum(len(result.tally.defects) for result in results) - 1
         console.print(f"First finding, of {shown.count} operation pairs like it (other kinds: {others}):\n")
         _print(console, explain(shown.example))
-        acceptance = accepted.get(shown.example.fingerprint)
+        acceptance = accepted.of(shown.example)
         if acceptance is not None:
             _print(console, f"  accepted until {acceptance.expires}: {acceptance.reason}")
     for result in results:
@@ -362,10 +397,10 @@ def _port(serve: str | None) -> int | None:
     return int(serve)
 
 
-def _server(metrics: Metrics, port: int, board: FindingsBoard) -> Server:
+def _server(metrics: Metrics, port: int, board: FindingsBoard, accepted: Accepted) -> Server:
     from hicache_obs.exporters.endpoint import serve
 
-    return serve(metrics, board=board, port=port)
+    return serve(metrics, board=board, accepted=accepted, port=port)
 
 
 def _writable(json_file: str | None) -> Path | None:

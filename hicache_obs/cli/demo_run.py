@@ -25,11 +25,14 @@ from hicache_obs.config import read_setting
 from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
+from hicache_obs.controller.radix_node import joined, last_nodes
+from hicache_obs.controller.watching import watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.exporters.catalogue import Phase, RingProblem
 from hicache_obs.exporters.findings_board import FindingsBoard
-from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics, MetricsSink
+from hicache_obs.exporters.metrics_sink import MetricsSink
+from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics
 from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict, worst
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
@@ -39,6 +42,7 @@ from hicache_obs.recorder.ring_directory import create_ring
 from hicache_obs.records import AnyRecord, DefineSpace, Direction, Mode, PageIds, device
 from hicache_obs.streams import CostModel, open_device
 from hicache_obs.streams.protocol import Device
+from hicache_obs.testing.world import SeededThreads
 
 REFERENCE: Final = "no host tier"
 ENGINE: Final = f"hicache-obs {__version__}"
@@ -197,37 +201,56 @@ class _Journal:
 
 
 class _Lineage:
-    """Which transfers restored a page, and backed its host page up; matches wrong pages with findings.
+    """Which transfers have moved the contents of a restored page; matches wrong pages with findings.
 
-    Listens to the controller (every transfer) and to the analyzer (every finding).
+    Listens to the controller (every transfer), the scheduler (every move) and the analyzer (every finding). Contents
+    are named by the tenancy that produced them, which they keep on every tier.
     """
 
     def __init__(self) -> None:
-        self._backed_up: dict[int, tuple[int, int]] = {}  # host page -> (write-back, device page)
-        self._restored: dict[tuple[int, int], tuple[int, int]] = {}  # (step, device page) -> (transfer, host page)
-        self._origin: dict[tuple[int, int], tuple[int, int]] = {}  # (transfer, device page) -> its write-back
+        self._moved: dict[int, set[tuple[int, int]]] = {}  # tenancy -> (transfer, device page)
+        self._restored: dict[tuple[int, int], int] = {}  # (step, device page) -> tenancy
         self._raced: set[tuple[int, int]] = set()
+        self._holds: dict[int, int] = {}  # device page -> tenancy restored to it last, or moved there since
+        self._arrived: dict[tuple[int, int], int | None] = {}  # (step, device page moved to) -> what was moved
+        self._moves_raced: set[int] = set()
+
+    def on_move(self, step: int, old: PageIds, new: PageIds) -> None:
+        held = [self._holds.get(page) for page in old.tolist()]
+        for page, tenancy in zip(new.tolist(), held, strict=True):
+            self._arrived[step, page] = tenancy
+            self._holds.pop(page, None)
+            if tenancy is not None:
+                self._holds[page] = tenancy
 
     def on_transfer(self, transfer: SubmittedTransfer) -> None:
         for operation in transfer.operations:
-            pairs = zip(operation.device_pages.tolist(), operation.host_pages.tolist(), strict=True)
-            for device_page, host_page in pairs:
-                if transfer.direction is Direction.DEVICE_TO_HOST:
-                    self._backed_up[host_page] = (transfer.transfer, device_page)
-                else:
-                    self._restored[transfer.step, device_page] = (transfer.transfer, host_page)
-                    self._origin[transfer.transfer, device_page] = self._backed_up[host_page]
+            page_tokens = len(operation.node.tokens) // len(operation.node.host_sources)
+            nodes = last_nodes(operation.node, page_tokens * len(operation.device_pages))
+            tenancies = joined([node.host_sources for node in nodes]).tolist()
+            for device_page, tenancy in zip(operation.device_pages.tolist(), tenancies, strict=True):
+                self._moved.setdefault(tenancy, set()).add((transfer.transfer, device_page))
+                if transfer.direction is Direction.HOST_TO_DEVICE:
+                    self._restored[transfer.step, device_page] = tenancy
+                    self._holds[device_page] = tenancy
 
     def on_finding(self, finding: Finding) -> None:
         for side in (finding.earlier, finding.later):
             if finding.space == "device" and side.what in ("restore", "backup"):
                 self._raced.update((side.group, page) for page in finding.pages)
+            if side.what == "relocate":
+                self._moves_raced.update(finding.pages)
 
     def explains(self, step: int, device_page: int) -> bool:
-        """Whether a finding covers the load-back of ``device_page`` in ``step``, or the write-back before it."""
-        transfer, _ = self._restored[step, device_page]
-        key = (transfer, device_page)
-        return key in self._raced or self._origin[key] in self._raced
+        """Whether a finding covers a transfer of what the load-back of ``device_page`` in ``step`` restored.
+
+        For a page that moved there in ``step``: the move, or a transfer of what was moved.
+        """
+        place = (step, device_page)
+        if place not in self._restored and device_page in self._moves_raced:
+            return True
+        tenancy = self._restored[place] if place in self._restored else self._arrived[place]
+        return tenancy is not None and not self._raced.isdisjoint(self._moved[tenancy])
 
 
 class _ExplainingTally(Tally):
@@ -278,13 +301,14 @@ class DemoRun:
         self._arena_ids = read_setting("arena_ids")[0]
         self._poll_s = read_setting("poll_ms")[0] / 1e3
         if metrics is not None:
-            metrics.set_observable(OBSERVABLE)
+            storage = () if options.engine.storage is None else (Hazard.STORAGE_PREFETCH,)
+            metrics.set_observable((*OBSERVABLE, *storage))
 
     def reference(self) -> dict[int, list[int]]:
         """Output tokens of the run without host tier, by request id. Nothing is recorded."""
         options = self._options
         limits = dataclasses.replace(options.engine.scheduler, host_tier=False)
-        config = dataclasses.replace(options.engine, fence="stream", scheduler=limits)
+        config = dataclasses.replace(options.engine, fence="stream", scheduler=limits, storage=None)
         with self._device("asap") as bare:
             engine = build_engine(bare, config, options.requests)
             self._run(engine, REFERENCE)
@@ -308,7 +332,7 @@ class DemoRun:
                 gate.on_transfer(transfer)
                 lineage.on_transfer(transfer)
 
-            engine.controller.on_transfer = on_transfer
+            engine.controller.on_transfer, engine.scheduler.on_move = on_transfer, lineage.on_move
             self._run(engine, f"{fence}: check", agent)
         corrupted = engine.ledger.corrupted().tolist()
         restored = engine.scheduler.restored
@@ -357,6 +381,7 @@ class DemoRun:
         if agent is not None and not inline:
             agent.start()
         engine.run(self._options.requests, after_step=after_step)
+        engine.close()
         if agent is not None:
             agent.finish()
 
@@ -386,7 +411,9 @@ class DemoRun:
             recorder.define_engine(ENGINE)
             recorder.define_pool("kv", options.engine.layers)
             observed = RecordedDevice(bare, recorder)
-            engine = build_engine(observed, dataclasses.replace(options.engine, fence=fence), options.requests)
+            threads = SeededThreads(recorder, options.seed) if options.device == "virtual" else None
+            engine = build_engine(observed, self._config(fence), options.requests, threads=threads)
+            watch_blocks(engine.controller.engine, recorder)
             engine.scheduler.on_alloc = self._on_alloc(recorder, fence)
             engine.scheduler.on_discard = recorder.rows_discarded
             engine.scheduler.on_free = lambda owner, pages: recorder.page_free(owner, device(Mode.WRITE, pages))
@@ -411,10 +438,20 @@ class DemoRun:
                 yield engine, agent, analyzer
                 shown.refresh()
             finally:
+                if threads is not None:
+                    threads.close()
                 self._show_ring(reader, running=False)
                 self._next_op = recorder.next_op
                 ring.close()
                 reader.close()
+
+    def _config(self, fence: str) -> EngineConfig:
+        """The engine with this policy. Each has a folder of its own in storage: what a race spoils stays there."""
+        config = self._options.engine
+        storage = config.storage
+        if storage is not None:
+            storage = dataclasses.replace(storage, url=f"{storage.url.rstrip('/')}/{fence}")
+        return dataclasses.replace(config, fence=fence, storage=storage)
 
     def _follow(self, ring: WatchedRing, fence: str, *, check: bool) -> Sequence[Follower]:
         if self._outputs is None:

@@ -17,6 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hicache_obs.analyzer import explain
+from hicache_obs.cli.explore_matrix import print_matrix
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import ExitCode, Hazard
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 FENCES: Final = ("stream", "page", "none")
 PROTECTIONS: Final = (
     "load-fence", "write-fence", "layer-waits", "layer-order", "load-stream", "write-stream", "start-waits",
-    "write-pins", "acks", "reader-stamps",
+    "write-pins", "acks", "reader-stamps", "reuse-fence", "metadata-barrier", "storage-holds",
+    "storage-replies", "backup-acks", "record-stream", "graph-load-wait", "graph-input-wait", "move-gate", "move-wait",
 )  # fmt: skip
 """Names of ``hicache_obs.testing.protections``, which imports torch."""
 _OUTCOMES: Final = {ExitCode.CLEAN: "clean", ExitCode.FINDINGS: "findings", ExitCode.NOTHING_CHECKED: "not-decided"}
@@ -86,6 +88,10 @@ class _Subject:
     help="Keep the trace of the first run with a finding, or of the run of --choices, "
     "for 'hicache-obs check' and 'replay'.",
 )  # fmt: skip
+@click.option(
+    "--matrix", is_flag=True,
+    help="Take every protection out once, under each fence policy, and print what that does as a table.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     program: str | None,
@@ -96,6 +102,7 @@ def command(
     stop: bool,
     choices: str | None,
     journal: Path | None,
+    matrix: bool,
     as_json: bool,
 ) -> int:
     """Run a controller for every way its host code can go, and check every run.
@@ -108,8 +115,13 @@ def command(
     (docs/explore.md). Without it: this project's cache controller under a small workload.
 
     Exit code 0: every run was made and nothing was found. 1: a race or an error. 3: runs are missing, or nothing was
-    checked.
+    checked. With --matrix, 0: every cell holds; 1: one does not.
     """
+    if matrix:
+        for flag, given in (("PROGRAM", program), ("--fence", fence), ("--off", off), ("--choices", choices)):
+            if given:
+                raise ConfigError(f"--matrix: runs the built-in program in every way; expected no {flag} with it")
+        return print_matrix(as_json=as_json)
     subject = _built_in(fence or "page", off) if program is None else _own(program, fence, off)
     from hicache_obs.testing.exploration import Bounds, Exploration, execute, explore
 
@@ -155,7 +167,8 @@ def _built_in(fence: str, off: Sequence[str]) -> _Subject:
     title = f"cache controller, fence {fence}, {len(program.requests)} requests"
     title += f"; without {', '.join(off)}" if off else ""
     arguments = ("--fence", fence, *(word for name in off for word in ("--off", name)))
-    return _Subject(program, title, arguments, program.ranges, ABSENT)
+    absent = {hazard: why for hazard, why in ABSENT.items() if hazard not in program.possible}
+    return _Subject(program, title, arguments, program.ranges, absent)
 
 
 def _own(argument: str, fence: str | None, off: Sequence[str]) -> _Subject:

@@ -13,6 +13,7 @@ from hicache_obs.analyzer.remedy import Timeline, public_report, remedies, timel
 from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.costs import FenceCost
 from hicache_obs.errors import TraceError
 from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict
@@ -32,11 +33,12 @@ SHOWN: Final = 20
 
 
 class Keeper(Tally):
-    """A tally that keeps every finding, and every pair that only something weak orders."""
+    """A tally that keeps every finding, every pair that only something weak orders, and every fence's cost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.findings: list[Finding] = []
+        self.fence_costs: list[FenceCost] = []
         self.weak: dict[tuple[OpId, OpId], str] = {}
 
     def on_finding(self, finding: Finding) -> None:
@@ -46,6 +48,10 @@ class Keeper(Tally):
     def on_weak_ordering(self, hazard: Hazard, provenance: str, pair: tuple[OpId, OpId]) -> None:
         super().on_weak_ordering(hazard, provenance, pair)
         self.weak[pair] = provenance
+
+    def on_fence(self, cost: FenceCost) -> None:
+        super().on_fence(cost)
+        self.fence_costs.append(cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,11 @@ class Report:
     times: Timeline
     code: ExitCode
     accepted: Accepted
+
+    @property
+    def expected(self) -> int:
+        """Operation pairs of findings that somebody has accepted for now."""
+        return self.keeper.unexpected(lambda _: False) - self.keeper.unexpected(self.accepted.covers)
 
     @property
     def undecided(self) -> bool:
@@ -119,6 +130,8 @@ def analyse(
 def show(report: Report) -> None:
     """Print a report: one line, then what was found."""
     summary = f"{report.trace.source}: {report.outcome}, {report.pairs_checked} page pairs checked"
+    if report.expected:
+        summary += f", {report.expected} accepted"
     click.echo(fit(summary, indent=FINDING_INDENT))
     show_findings(report)
 
@@ -128,11 +141,11 @@ def show_findings(report: Report) -> None:
     for finding in report.keeper.findings[:SHOWN]:
         radius = None if finding.misuse else report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
         click.echo("\n" + fit(explain(finding, radius, report.times), indent=FINDING_INDENT))
-        acceptance = report.accepted.get(finding.fingerprint)
+        acceptance = report.accepted.of(finding)
         if acceptance is not None:
             click.echo(fit(f"  accepted until {acceptance.expires}: {acceptance.reason}", indent=FINDING_INDENT))
     for stall in report.stalls.stalls:
-        click.echo(fit(_stall_line(report.trace, stall), indent=2))
+        click.echo(fit(stall_line(report.trace, stall), indent=2))
     for note in report.notes:
         click.echo(fit(f"  {note}", indent=2))
     hidden = len(report.keeper.findings) - SHOWN
@@ -184,7 +197,7 @@ def _races(report: Report) -> list[dict[str, Any]]:
 
 
 def _race(report: Report, finding: Finding) -> dict[str, Any]:
-    trace, acceptance = report.trace, report.accepted.get(finding.fingerprint)
+    trace, acceptance = report.trace, report.accepted.of(finding)
     resources: dict[str, list[Any]] = {name: [] for name in _RESOURCES.values()}
     for shared in (Shared(finding.space, finding.pool, finding.pages), *finding.also):
         resources[_RESOURCES[shared.space]] += [_resource(trace, shared, page) for page in shared.pages]
@@ -233,7 +246,7 @@ def _tainted(trace: Trace, radius: BlastRadius) -> dict[str, Any]:
     }
 
 
-def _stall_line(trace: Trace, stall: Stall) -> str:
+def stall_line(trace: Trace, stall: Stall) -> str:
     """One line for people."""
     text = f"  {stall.kind.value} ({stall.cause.value}) at {trace.label(stall.at)}: {stall.waiter} "
     text += "waits for ever" if stall.blocked_ns is None else f"stands still for {stall.blocked_ns / 1e3:,.0f} us"

@@ -51,12 +51,14 @@ class Coverage:
         timed: Those of them that the profile gives times for.
         from_ranges: The times are those of ranges, not of device operations.
         process: Process of the profile.
+        shift_ns: Added to the profile's times: the journal's clock minus its own.
     """
 
     operations: int
     timed: int
     from_ranges: bool
     process: int
+    shift_ns: int
 
 
 def join(journal: Trace, profile: Profile) -> tuple[Trace, Coverage]:
@@ -91,7 +93,7 @@ def join(journal: Trace, profile: Profile) -> tuple[Trace, Coverage]:
                 start, end = span[0] + shift, span[1] + shift
                 records.append(Times(record.op, record.thread, end, start, end, error_ns))
     source = f"{profile.source} + {journal.source}"
-    coverage = Coverage(len(operations), timed, from_ranges, process)
+    coverage = Coverage(len(operations), timed, from_ranges, process, shift)
     return replace(journal, source=source, records=records), coverage
 
 

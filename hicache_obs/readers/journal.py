@@ -4,10 +4,11 @@ whole batch and says so. ``journal_format`` has the columns, ``journal_writer`` 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -108,27 +109,56 @@ def read_journal(path: str | os.PathLike[str], *, rank: int | None = None) -> Tr
     Raises:
         TraceError: Nothing there can be read, or the directory holds several ranks and ``rank`` names none of them.
     """
-    target = Path(path)
     notes: list[str] = []
-    if target.is_dir():
-        segments = _newest_run(target, rank, notes)
-    else:
-        segments = [(target, _read_info(target))]
-        if segments[0][1].segment > 1 and not segments[0][1].definitions:
-            notes.append(f"{target}: segment {segments[0][1].segment} of its run; names defined earlier are unknown")
-    records: list[AnyRecord] = []
+    records = [record for batch in journal_batches(path, rank=rank, notes=notes) for record in batch]
+    return make_trace(str(Path(path)), records, notes=tuple(notes))
+
+
+def journal_batches(
+    path: str | os.PathLike[str], *, rank: int | None = None, notes: list[str]
+) -> Iterator[list[AnyRecord]]:
+    """The records of ``read_journal``, batch by batch: memory stays that of one batch.
+
+    Args:
+        path: A directory or a file.
+        rank: Which rank of a directory; may be left out if there is only one.
+        notes: Gets what had to be left out, in words, as far as it has been read.
+
+    Raises:
+        TraceError: As ``read_journal``, when the place is reached.
+    """
     expected = 0
-    for file, info in segments:
-        found = [record for batch in read_segment(file, notes) for record in batch]
+    for file, info in journal_segments(path, rank=rank, notes=notes):
         gone = info.records_before - expected
+        batches = read_segment(file, notes)
+        first = next(batches, [])
         if gone > 0:
-            host_ns = found[0].host_ns if found else 0
-            records.append(Lost(NO_OP, ThreadId(0), host_ns, gone, DropReason.MISSING))
-            records += read_definitions(file, info)
+            host_ns = first[0].host_ns if first else 0
+            lost = Lost(NO_OP, ThreadId(0), host_ns, gone, DropReason.MISSING)
+            yield [lost, *read_definitions(file, info)]
             notes.append(f"{file}: {gone} records before it are gone: an earlier segment is missing or damaged")
-        records += found
-        expected = info.records_before + sum(map(records_of, found))
-    return make_trace(str(target), records, notes=tuple(notes))
+        count = 0
+        for batch in itertools.chain([first], batches):
+            count += sum(map(records_of, batch))
+            yield batch
+        expected = info.records_before + count
+
+
+def journal_segments(
+    path: str | os.PathLike[str], *, rank: int | None = None, notes: list[str]
+) -> list[tuple[Path, JournalInfo]]:
+    """The segments that ``read_journal`` reads, oldest first, with their headers.
+
+    Raises:
+        TraceError: As ``read_journal``, for the headers.
+    """
+    target = Path(path)
+    if target.is_dir():
+        return _newest_run(target, rank, notes)
+    info = _read_info(target)
+    if info.segment > 1 and not info.definitions:
+        notes.append(f"{target}: segment {info.segment} of its run; names defined earlier are unknown")
+    return [(target, info)]
 
 
 def newest_run(directory: Path, *, rank: int) -> list[tuple[Path, JournalInfo]]:
@@ -221,27 +251,30 @@ def _open(path: Path) -> tuple[Any, Any]:
 def _read_info(path: Path) -> JournalInfo:
     file, stream = _open(path)
     with file:
-        metadata = {
-            k.decode(errors="replace"): v.decode(errors="replace") for k, v in (stream.schema.metadata or {}).items()
-        }
-        version = metadata.get(META + "version", "")
-        if not version.isdigit():
-            raise TraceError(f"{path}: an Arrow stream, but not a journal: it states no {META}version")
-        if int(version) > JOURNAL_VERSION:
-            raise TraceError(
-                f"{path}: journal version {version} is newer than {JOURNAL_VERSION}, the newest known here; upgrade"
-            )
-        if 0 < int(version) < JOURNAL_VERSION:
-            raise TraceError(
-                f"{path}: journal version {version} is older than {JOURNAL_VERSION}, the only one known here; "
-                "read it with the version that wrote it"
-            )
-        if not stream.schema.equals(SCHEMA):
-            raise TraceError(f"{path}: damaged: its columns are not those of journal version {version}")
-    return _info(path, metadata)
+        return read_header(path, stream.schema)
 
 
-def _info(path: Path, metadata: Mapping[str, str]) -> JournalInfo:
+def read_header(path: Path, schema: Any) -> JournalInfo:
+    """What the Arrow schema of a journal segment, or of a Parquet file of records, says about it.
+
+    Raises:
+        TraceError: It is of another kind or version, or damaged.
+    """
+    metadata = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in (schema.metadata or {}).items()}
+    version = metadata.get(META + "version", "")
+    if not version.isdigit():
+        raise TraceError(f"{path}: Arrow data, but no journal: it states no {META}version")
+    if int(version) > JOURNAL_VERSION:
+        raise TraceError(
+            f"{path}: journal version {version} is newer than {JOURNAL_VERSION}, the newest known here; upgrade"
+        )
+    if 0 < int(version) < JOURNAL_VERSION:
+        raise TraceError(
+            f"{path}: journal version {version} is older than {JOURNAL_VERSION}, the only one known here; "
+            "read it with the version that wrote it"
+        )
+    if not schema.equals(SCHEMA):
+        raise TraceError(f"{path}: damaged: its columns are not those of journal version {version}")
     defaults = JournalInfo()
     values: dict[str, Any] = {}
     for name in JournalInfo.__dataclass_fields__:
@@ -279,12 +312,7 @@ def read_segment(path: Path, notes: list[str]) -> Iterator[list[AnyRecord]]:
                     raise TraceError(f"{path}: batch {number} is damaged: {_one_line(error)}") from None
                 notes.append(f"{path}: ends in the middle of batch {number}; the records before it are whole")
                 return
-            try:
-                batch.validate(full=True)
-                records = _records(batch)
-            except (pa.ArrowException, _Damaged) as error:
-                raise TraceError(f"{path}: batch {number} is damaged: {_one_line(error)}") from None
-            yield records
+            yield batch_records(batch, f"{path}: batch {number}")
 
 
 def _one_line(error: Exception) -> str:
@@ -303,6 +331,19 @@ class _RowCell:
 
 
 _Cells = tuple[Access | _RowCell, ...]
+
+
+def batch_records(batch: Any, place: str) -> list[AnyRecord]:
+    """The records of one Arrow batch; ``place`` names it in messages.
+
+    Raises:
+        TraceError: It is damaged.
+    """
+    try:
+        batch.validate(full=True)
+        return _records(batch)
+    except (pa.ArrowException, _Damaged) as error:
+        raise TraceError(f"{place} is damaged: {_one_line(error)}") from None
 
 
 def _records(batch: Any) -> list[AnyRecord]:

@@ -171,6 +171,12 @@ class JournalInfo:
     definitions: str = ""
 
 
+def header_metadata(info: JournalInfo) -> dict[str, str]:
+    """``info`` as metadata of a schema."""
+    values = {name: getattr(info, name) for name in JournalInfo.__dataclass_fields__}
+    return {META + key: str(value) for key, value in {"version": JOURNAL_VERSION, **values}.items()}
+
+
 def pack_definitions(definitions: Iterable[Define]) -> str:
     """``definitions`` as text for a header; empty if there are none."""
     rows = [[d.thread, d.host_ns, d.space, d.id, d.value, d.text] for d in definitions]

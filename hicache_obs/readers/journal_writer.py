@@ -23,12 +23,11 @@ from hicache_obs.readers.journal_format import (
     COMMON,
     FIELDS,
     FILE_NAME,
-    JOURNAL_VERSION,
     KIND_NAMES,
-    META,
     RUNS,
     SCHEMA,
     JournalInfo,
+    header_metadata,
     pack_definitions,
     records_of,
 )
@@ -132,7 +131,7 @@ class JournalWriter:
         try:
             if self._segment is None:
                 self._segment = self._next_segment()
-            self._segment.write(_batch(records))
+            self._segment.write(record_batch(records))
         except OSError:
             self._lost += len(records) - (1 if self._lost else 0)
             raise
@@ -156,10 +155,9 @@ class JournalWriter:
             int(m[2]) for p in self.directory.iterdir() if (m := FILE_NAME.fullmatch(p.name)) and int(m[1]) == rank
         ]
         number = max(taken, default=0) + 1
-        values = {f: getattr(self._info, f) for f in JournalInfo.__dataclass_fields__}
-        values |= {"version": JOURNAL_VERSION, "segment": self._segments + 1, "records_before": self._written}
-        values["definitions"] = pack_definitions(self._definitions())
-        schema = SCHEMA.with_metadata({META + key: str(value) for key, value in values.items()})
+        definitions = pack_definitions(self._definitions())
+        header = replace(self._info, segment=self._segments + 1, records_before=self._written, definitions=definitions)
+        schema = SCHEMA.with_metadata(header_metadata(header))
         while True:
             try:
                 segment = _SegmentFile(self.directory / f"rank{rank}-{number:06d}.arrows", schema)
@@ -214,10 +212,15 @@ class _SegmentFile:
 # -- records to a batch --------------------------------------------------------------------------------------
 
 
-def _batch(records: Sequence[AnyRecord]) -> Any:
+def record_batch(records: Sequence[AnyRecord], *, shared: bool = True) -> Any:
+    """``records`` as one Arrow batch of ``SCHEMA``.
+
+    Args:
+        shared: An array that several accesses carry is kept once, and ``same_as`` refers to it.
+    """
     columns: dict[str, list[Any]] = {name: [None] * len(records) for name, _ in COLUMNS}
     kinds = columns["kind"]
-    accesses = _AccessColumn()
+    accesses = _AccessColumn(shared=shared)
     for row, record in enumerate(records):
         kind = type(record)
         kinds[row] = KIND_NAMES[kind]
@@ -236,7 +239,8 @@ def _batch(records: Sequence[AnyRecord]) -> Any:
 class _AccessColumn:
     """Builds the accesses of a batch from flat lists: nested Python objects would be several times slower."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool) -> None:
+        self._shared = shared
         self._spaces: list[int] = []
         self._modes: list[int] = []
         self._pools: list[int] = []
@@ -259,7 +263,7 @@ class _AccessColumn:
     def _add(self, space: int, mode: int, pool: int, ids: PageIds) -> None:
         number = len(self._spaces)
         # By identity, which is safe: the records of the batch keep the arrays alive.
-        first = self._first.setdefault(id(ids), number)
+        first = self._first.setdefault(id(ids), number) if self._shared else number
         self._spaces.append(space)
         self._modes.append(mode)
         self._pools.append(pool)

@@ -49,12 +49,21 @@ def exported(path: Path) -> Iterator[Path]:
         report = path.absolute()
         if path.suffix in STREAMS:
             report = Path(folder) / "imported.nsys-rep"
-            _run(path, [_importer(path), "-i", str(path.absolute()), "-o", str(report)])
+            import_report(path, report)
         out = Path(folder) / "export.sqlite"
         _run(path, [nsys, "export", "--type", "sqlite", "--output", str(out), str(report)])
         if not out.is_file():
             raise TraceError(f"{path}: nsys export wrote nothing")
         yield out
+
+
+def import_report(path: Path, report: Path) -> None:
+    """Write the ``.nsys-rep`` of the ``.qdstrm`` at ``path``.
+
+    Raises:
+        TraceError: The tool is not installed, or cannot read the file.
+    """
+    _run(path, [_importer(path), "-i", str(path.absolute()), "-o", str(report)])
 
 
 def _importer(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from pathlib import Path
 from typing import Final
@@ -10,43 +11,73 @@ from hicache_obs.errors import TraceError
 from hicache_obs.readers.ring import read_ring
 from hicache_obs.readers.trace_file import size_of
 from hicache_obs.records import RING_MAGIC
-from hicache_obs.trace import Trace
+from hicache_obs.trace import Trace, make_trace
 
 _ARROW_STREAM: Final = b"\xff\xff\xff\xff"
+_PARQUET: Final = b"PAR1"
+
+
+class Container(enum.Enum):
+    """What a path holds."""
+
+    RING = enum.auto()
+    JOURNAL = enum.auto()
+    PARQUET = enum.auto()
+    SCENARIO = enum.auto()
+
+
+def container(path: Path) -> Container:
+    """What kind of trace is at ``path``, by its first bytes or, of a directory, by the names in it.
+
+    Raises:
+        TraceError: None of them, or it cannot be read.
+    """
+    if path.is_dir():
+        parquet = any(file.name.startswith("rank") and file.suffix == ".parquet" for file in path.iterdir())
+        return Container.PARQUET if parquet else Container.JOURNAL
+    size_of(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
+    if start.startswith(RING_MAGIC):
+        return Container.RING
+    if start.startswith(_ARROW_STREAM):
+        return Container.JOURNAL
+    if start.startswith(_PARQUET):
+        return Container.PARQUET
+    if start.lstrip().startswith(b"{"):
+        return Container.SCENARIO
+    raise TraceError(
+        f"{path}: not a ring file, a journal (directory or .arrows segment), Parquet or a scenario (JSON); "
+        f"it begins with {start[:16]!r}"
+    )
 
 
 def open_trace(path: str | os.PathLike[str], *, rank: int | None = None) -> Trace:
-    """The trace in a ring file, a journal (directory or segment) or a scenario. Nothing is changed.
+    """The trace in a ring file, a journal (directory or segment), Parquet or a scenario. Nothing is changed.
 
     Args:
         path: The file or directory.
-        rank: Which rank of a journal directory; may be left out if there is only one.
+        rank: Which rank of a directory; may be left out if there is only one.
 
     Raises:
         TraceError: It is none of these, or cannot be read.
     """
     target = Path(path)
-    if target.is_dir():
+    kind = container(target)
+    if kind is Container.RING:
+        return read_ring(target)
+    if kind is Container.JOURNAL:
         from hicache_obs.readers.journal import read_journal  # pyarrow takes 0.1 s to import; others do without
 
         return read_journal(target, rank=rank)
-    size_of(target)
-    try:
-        with target.open("rb") as file:
-            start = file.read(64)
-    except OSError as error:
-        raise TraceError(f"{target}: {error.strerror}") from None
-    if start.startswith(RING_MAGIC):
-        return read_ring(target)
-    if start.startswith(_ARROW_STREAM):
-        from hicache_obs.readers.journal import read_journal
+    if kind is Container.PARQUET:
+        from hicache_obs.readers.parquet import parquet_batches, parquet_file
 
-        return read_journal(target)
-    if start.lstrip().startswith(b"{"):
-        from hicache_obs.readers.scenario import read_scenario  # the only reader that needs msgspec
+        file = parquet_file(target, rank)
+        return make_trace(str(target), [record for batch in parquet_batches(file) for record in batch])
+    from hicache_obs.readers.scenario import read_scenario  # the only reader that needs msgspec
 
-        return read_scenario(target)
-    raise TraceError(
-        f"{target}: not a ring file, a journal (directory or .arrows segment) or a scenario (JSON); "
-        f"it begins with {start[:16]!r}"
-    )
+    return read_scenario(target)

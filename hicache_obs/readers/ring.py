@@ -34,6 +34,7 @@ from hicache_obs.records import (
     RING_VERSION,
     ROWS_CELL,
     SLOT_BYTES,
+    SLOT_LIST,
     Access,
     AnyRecord,
     CaptureMode,
@@ -79,6 +80,7 @@ from hicache_obs.records import (
     Times,
     WaitStream,
     unpack_rows,
+    unpack_slots,
 )
 from hicache_obs.trace import Trace, make_trace
 
@@ -88,6 +90,7 @@ _CELL: Final = struct.Struct("<BBHIQ")
 _CELL_BYTES: Final = _CELL.size
 _WORDS: Final = struct.Struct(f"<{HEADER_BYTES // 8}q")
 _READ_BYTES: Final = 1 << 30
+_WINDOW_WORDS: Final = 1 << 13
 _MAGIC: Final = int.from_bytes(RING_MAGIC, "little")
 
 MAX_RANKS: Final = 1 << 20
@@ -163,6 +166,8 @@ class _Decoder:
         """By arena position, oldest first: records that share an array get the same object again."""
         self._repeated: dict[bytes, tuple[Access, ...]] = {}
         """By access cells as they are in the slot: the copies of one restore all have the same."""
+        self._paged: dict[int, tuple[int, PageIds]] = {}
+        """By arena position, oldest first: length of a slot list, and the pages made of it."""
         self.arena_from = 0
         """Positions below this are gone."""
         self.arena_until = 0
@@ -217,13 +222,13 @@ class _Decoder:
 
     def forget(self, below: int) -> None:
         """Drop shared arrays that no later record refers to."""
-        shared = self._shared
         self._repeated.clear()
-        while shared:
-            oldest = next(iter(shared))
-            if oldest >= below:
-                return
-            del shared[oldest]
+        for shared in (self._shared, self._paged):
+            while shared:
+                oldest = next(iter(shared))
+                if oldest >= below:
+                    break
+                del shared[oldest]
 
     def _bad(self, number: int, what: str) -> TraceError:
         return TraceError(f"{self._path}: record {number} is damaged: {what}")
@@ -240,8 +245,8 @@ class _Decoder:
         accesses = self._repeated[raw] = tuple(
             Access(
                 _one_of(_SPACES, cells[at], "space"),
-                _one_of(_MODES, cells[at + 1], "access mode"),
-                self._ids(cells[at + 4], cells[at + 3]),
+                _one_of(_MODES, cells[at + 1] & ~SLOT_LIST, "access mode"),
+                (self._slots_pages if cells[at + 1] & SLOT_LIST else self._ids)(cells[at + 4], cells[at + 3]),
                 cells[at + 2],
             )
             for at in range(0, 5 * count, 5)
@@ -260,12 +265,36 @@ class _Decoder:
             raise _Damaged(f"space {space} where a row cell ({ROWS_CELL}) belongs")
         return self._ids(position, count, pages=False)
 
+    def _slots_pages(self, position: int, count: int) -> PageIds:
+        """The pages of a slot list; the same object for the same list."""
+        known = self._paged.get(position)
+        if known is not None and known[0] == count:
+            return known[1]
+        try:
+            ids = unpack_slots(self._words(position, count))
+        except ValueError as error:
+            raise _Damaged(str(error)) from None
+        _check_ids(ids)
+        ids.flags.writeable = False
+        self._paged[position] = count, ids
+        return ids
+
     def _ids(self, position: int, count: int, *, pages: bool = True) -> PageIds:
         if count == 0:
             return _NO_PAGES
         known = self._shared.get(position)
         if known is not None and len(known) == count:
             return known
+        ids = self._words(position, count)
+        if pages:
+            _check_ids(ids)
+        self._shared[position] = ids
+        return ids
+
+    def _words(self, position: int, count: int) -> PageIds:
+        """``count`` words of the arena; read-only."""
+        if count == 0:
+            return _NO_PAGES
         if position < self.arena_from:
             raise _Overwritten
         if count > self._info.arena_words or position + count > self.arena_until:
@@ -277,9 +306,6 @@ class _Decoder:
         else:
             ids = np.concatenate((self._load(place, words - place), self._load(0, place + count - words)))
             ids.flags.writeable = False
-        if pages and ids.view(np.uint64).max() >= MAX_IDS:
-            raise _Damaged(f"page or buffer ids {ids.min()} to {ids.max()}; allowed are 0 to {MAX_IDS - 1}")
-        self._shared[position] = ids
         return ids
 
     # -- one method per kind, in the order of ``records.KINDS``; f: kind count aux thread op host_ns a b c d lo hi --
@@ -430,6 +456,9 @@ class RingReader:
         self._slots = memoryview(mmap.mmap(-1, self.info.slots * SLOT_BYTES))
         self._decoder = _Decoder(self.path, self._slots, self._load_ids, self.info)
         words = self._words()
+        self._window: PageIds = _NO_PAGES
+        """Arena words from ``_window_at`` on, as they were once everything below ``_until`` was written."""
+        self._window_at = 0
         self._tail = self._until = words[RingWord.TAIL]
         self._promised = self._arena_free = words[RingWord.ARENA_TAIL]
 
@@ -533,6 +562,7 @@ class RingReader:
             # The promise before the head: every record it does not cover is then below the head.
             self._promised = words[RingWord.ARENA_LOW]
             self._until = words[RingWord.HEAD]
+            self._window = _NO_PAGES
             decoder.arena_until = words[RingWord.ARENA_HEAD]
             decoder.arena_from = max(0, decoder.arena_until - self.info.arena_words)
             if not 0 <= self._until - self._tail <= self.info.slots:
@@ -583,11 +613,18 @@ class RingReader:
             first += count
 
     def _load_ids(self, place: int, count: int) -> PageIds:
-        start = self._arena_at + place * 8
-        data = os.pread(self._file.fileno(), count * 8, start)
-        if len(data) < count * 8:
-            raise self._cut_short(start + len(data))
-        return np.frombuffer(data, dtype="<i8")
+        """Arrays lie one after the other, so many of them come with one call to the system."""
+        first = place - self._window_at
+        if first < 0 or first + count > len(self._window):
+            wanted = max(count, min(_WINDOW_WORDS, self.info.arena_words - place))
+            start = self._arena_at + place * 8
+            data = os.pread(self._file.fileno(), wanted * 8, start)
+            if len(data) < wanted * 8:
+                raise self._cut_short(start + len(data))
+            self._window, self._window_at, first = np.frombuffer(data, dtype="<i8"), place, 0
+        ids: PageIds = self._window[first : first + count].copy()  # a view would keep the whole window alive
+        ids.flags.writeable = False
+        return ids
 
     def _cut_short(self, size: int) -> TraceError:
         return TraceError(f"{self.path}: cut short: {size} bytes of {self._size_bytes}")
@@ -730,6 +767,12 @@ def _check_rows(rows: PageIds) -> None:
         unpack_rows(rows)
     except ValueError as error:
         raise _Damaged(str(error)) from None
+
+
+def _check_ids(ids: PageIds) -> None:
+    top = ids.view(np.uint64)  # a negative id counts as a large one; argmax takes a fifth of the time of max
+    if len(top) and top.item(top.argmax()) >= MAX_IDS:
+        raise _Damaged(f"page or buffer ids {ids.min()} to {ids.max()}; allowed are 0 to {MAX_IDS - 1}")
 
 
 def _one_of(members: tuple[T, ...], value: int, what: str) -> T:

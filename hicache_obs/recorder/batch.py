@@ -8,7 +8,6 @@ they are the same records, in the same order.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,8 +35,9 @@ _WORDS: Final = SLOT_BYTES // 8
 _OP, _HOST_NS, _GROUP, _SIZE, CELLS_WORD = 1, 2, 5, 6, 8
 """Words of a slot (``records`` has the layout); the access cells begin at ``CELLS_WORD``, two words each."""
 _pack: Final = struct.Struct("<BBHIqqqqqqii").pack_into
-_LAYER_BITS: Final = 31
-_LAYER_MASK: Final = (1 << _LAYER_BITS) - 1
+LAYER_BITS: Final = 31
+"""A step is a part and a range of layers: ``part << 2 * LAYER_BITS | begin << LAYER_BITS | end``."""
+_LAYER_MASK: Final = (1 << LAYER_BITS) - 1
 MAX_SHAPES: Final = 64
 """Fixed parts that are kept: a server has a few, for its layer events are used in turn."""
 
@@ -50,20 +50,45 @@ class Measured:
     device: Device
 
 
+Rows = Words | slice
+"""Rows of a block: a slice where they are evenly spaced, which numpy writes to much faster."""
+
+
 @dataclass(slots=True)
 class Block:
-    """Packed records, whole but for the access cells, which whoever writes them fills in.
+    """Records that go into a ring together. Whoever has room for them lets it be filled.
 
     Attributes:
-        words: ``(n, SLOT_BYTES / 8) int64``, one row per record.
-        parts: Accesses, and the rows that have them.
+        fixed: ``(n, SLOT_BYTES / 8) int64``, the slots without numbers of their own; shared, never written to.
+        parts: Accesses, the rows that have them, and their size in bytes.
         thread, host_ns: Of the first record.
+        op: The first record's.
+        step_ns: Between two records.
+        group: Of all kernels or copies.
     """
 
-    words: Words
-    parts: list[tuple[tuple[Access, ...], Words]]
+    fixed: Words
+    parts: list[tuple[tuple[Access, ...], Rows, int]]
     thread: ThreadId
     host_ns: int
+    op: int
+    step_ns: int
+    group: int
+
+    def __len__(self) -> int:
+        return len(self.fixed)
+
+    def fill(self, words: Words, cells: list[Words]) -> None:
+        """Make ``words``, as large as ``fixed``, the slots; ``cells`` are the parts' access cells as words."""
+        words[:] = self.fixed
+        ops = words[:, _OP]
+        # The rows count from 0 in the place of their operation.
+        words[:, _HOST_NS] = ops * self.step_ns + self.host_ns
+        ops += self.op
+        for (_, rows, size_bytes), cell in zip(self.parts, cells, strict=True):
+            words[rows, _GROUP] = self.group
+            words[rows, _SIZE] = size_bytes
+            words[rows, CELLS_WORD : CELLS_WORD + len(cell)] = cell
 
 
 class Batch:
@@ -74,82 +99,77 @@ class Batch:
         site: Name of the code site of its kernels or copies.
         group: Round or transfer id.
         direction: Of its copies; ``None``: it has kernels, and its events are waited for, not recorded.
-        clock: Of the records' ``host_ns``.
+        began_ns: Host clock now. The records' ``host_ns`` are spread evenly from here to when the block is made: a
+            clock call each would be a fifth of what they cost.
     """
 
     __slots__ = (
-        "_clock",
-        "_part",
+        "began_ns",
         "direction",
         "group",
-        "measured",
+        "here",
         "parts",
-        "same",
+        "pool",
         "site",
         "states",
         "steps",
         "stream",
-        "times",
+        "there",
+        "work_base",
     )
 
-    def __init__(
-        self, stream: Stream, site: str, group: int, direction: Direction | None, clock: Callable[[], int]
-    ) -> None:
+    def __init__(self, stream: Stream, site: str, group: int, direction: Direction | None, began_ns: int) -> None:
         self.stream: Final = stream
         self.site: Final = site
         self.group: Final = group
         self.direction: Final = direction
-        self.same: tuple[object, ...] = ()
-        """What the caller recognises the part by that is in use."""
+        self.pool: object = None
+        self.there: object = None
+        self.here: object = None
+        """What the caller recognises the part by that is in use: a host pool, indices of it and of the device's."""
         self.parts: list[tuple[tuple[Access, ...], int]] = []
         """Accesses and sizes in bytes; kernels and copies have one of them each."""
         self.steps: list[int] = []
         """A kernel or copy as part and layer range, an event as its negative id."""
-        self.times: list[int] = []
         self.states: list[EventState] = []
         """Of events whose record is not in the ring yet: their versions stay odd until it is."""
-        self.measured: list[tuple[int, Measured]] = []
-        self._clock = clock
-        self._part = 0
+        self.began_ns: Final = began_ns
+        self.work_base = 0
+        """Bits of the part in use, for a step."""
 
-    def use(self, accesses: tuple[Access, ...], size_bytes: int, same: tuple[object, ...]) -> None:
+    def use(self, accesses: tuple[Access, ...], size_bytes: int) -> None:
         """The kernels or copies from here on have these accesses, an object that stays the same, and this size."""
         numbers = [n for n, known in enumerate(self.parts) if known[0] is accesses and known[1] == size_bytes]
         if not numbers:
             numbers.append(len(self.parts))
             self.parts.append((accesses, size_bytes))
-        self._part = numbers[0] << (2 * _LAYER_BITS)
-        self.same = same
+        self.work_base = numbers[0] << (2 * LAYER_BITS)
 
-    def work(self, begin: int, end: int, measured: Measured | None = None) -> None:
+    def work(self, begin: int, end: int) -> None:
         """A kernel or copy of layers ``[begin, end)`` is launched, with the accesses of the last ``use``."""
-        if measured is not None:
-            self.measured.append((len(self.steps), measured))
-        self.steps.append(self._part | begin << _LAYER_BITS | end)
-        self.times.append(self._clock())
+        self.steps.append(self.work_base | begin << LAYER_BITS | end)
 
     def record(self, event: EventState) -> None:
         """``event`` is recorded on the stream, in a batch of copies."""
         event.version += 1
-        event.known_to.clear()
+        if event.known_to:
+            event.known_to.clear()
         self.states.append(event)
         self.steps.append(-event.event_id)
-        self.times.append(self._clock())
 
     def wait(self, event: EventState) -> None:
         """The stream waits for ``event``, the end of one layer of a transfer, in a batch of kernels."""
         self.steps.append(-event.event_id)
-        self.times.append(self._clock())
 
 
 class Shapes:
     """The fixed parts of blocks, by what they are made of. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[Words, list[Words]]] = {}
+        self._known: dict[tuple[object, ...], tuple[Words, list[Rows]]] = {}
 
-    def block(self, batch: Batch, op: int, thread: ThreadId, site: int) -> Block:
-        """``batch`` as a block whose first record is operation ``op``."""
+    def block(self, batch: Batch, op: int, thread: ThreadId, site: int, now_ns: int) -> Block:
+        """``batch``, which ends now, as a block whose first record is operation ``op``."""
         counts = tuple([len(accesses) for accesses, _ in batch.parts])
         key = (thread, batch.stream.stream_id, site, batch.direction, counts, tuple(batch.steps))
         known = self._known.get(key)
@@ -158,18 +178,12 @@ class Shapes:
                 del self._known[next(iter(self._known))]
             known = self._known[key] = _shape(batch, thread, site, counts)
         fixed, rows = known
-        words = fixed.copy()
-        words[:, _OP] += op
-        words[:, _HOST_NS] = batch.times
-        parts = []
-        for (accesses, size_bytes), having in zip(batch.parts, rows, strict=True):
-            words[having, _GROUP] = batch.group
-            words[having, _SIZE] = size_bytes
-            parts.append((accesses, having))
-        return Block(words, parts, thread, batch.times[0])
+        began_ns = batch.began_ns
+        parts = [(accesses, having, size) for (accesses, size), having in zip(batch.parts, rows, strict=True)]
+        return Block(fixed, parts, thread, began_ns, op, (now_ns - began_ns) // len(fixed), batch.group)
 
 
-def _shape(batch: Batch, thread: ThreadId, site: int, counts: tuple[int, ...]) -> tuple[Words, list[Words]]:
+def _shape(batch: Batch, thread: ThreadId, site: int, counts: tuple[int, ...]) -> tuple[Words, list[Rows]]:
     """The records of ``batch`` without numbers of their own, and the rows of each part."""
     stream, direction = batch.stream.stream_id, batch.direction
     work, event, purpose = (
@@ -184,11 +198,18 @@ def _shape(batch: Batch, thread: ThreadId, site: int, counts: tuple[int, ...]) -
         if step < 0:
             _pack(packed, place, event, 0, purpose, thread, row, 0, -step, stream, 0, 0, 0, 0)
             continue
-        part, begin, end = step >> 2 * _LAYER_BITS, step >> _LAYER_BITS & _LAYER_MASK, step & _LAYER_MASK
+        part, begin, end = step >> 2 * LAYER_BITS, step >> LAYER_BITS & _LAYER_MASK, step & _LAYER_MASK
         rows[part].append(row)
         _pack(packed, place, work, counts[part], direction or 0, thread, row, 0, stream, site, 0, 0, begin, end)
     fixed = np.frombuffer(packed, dtype="<i8").reshape(-1, _WORDS).astype(np.int64, copy=False)
-    return fixed, [np.array(having, dtype=np.int64) for having in rows]
+    return fixed, [_evenly(having) for having in rows]
+
+
+def _evenly(rows: list[int]) -> Rows:
+    """``rows``, ascending, as a slice if they are one."""
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    even = bool(rows) and rows == list(range(rows[0], rows[-1] + 1, step))
+    return slice(rows[0], rows[-1] + 1, step) if even else np.array(rows, dtype=np.int64)
 
 
 def _number(kind: type[Record]) -> int:

@@ -10,10 +10,9 @@ import threading
 from collections import deque
 from typing import Final, Protocol, cast
 
-import msgspec
-
+from hicache_obs._struct import replace
 from hicache_obs.recorder.batch import Block
-from hicache_obs.recorder.ring import BlockSink
+from hicache_obs.recorder.ring import BlockSink, pack_plain
 from hicache_obs.records import Access, AnyRecord, CaptureMode, DropReason, PageIds
 
 DEFAULT_MAX_HELD: Final = 1 << 14
@@ -45,9 +44,12 @@ class HoldBack:
     def __init__(self, sink: BlockSink, *, max_held: int = DEFAULT_MAX_HELD) -> None:
         self._sink = sink
         self._max_held = max_held
-        self._held: deque[AnyRecord | Block | tuple[DropReason, int]] = deque()
-        self._lock = threading.RLock()
+        self._held: deque[AnyRecord | Block | bytes | tuple[DropReason, int]] = deque()
+        # The sink's own where it has one: a recorder holds it around its calls, and two could wait for each other.
+        self._lock = self.lock = getattr(sink, "lock", None) or threading.RLock()
         self._expecting = False
+        self.put = sink.put
+        """See ``RingWriter.put``. The sink's own until late ids have been made: one call less."""
         self._resolved: tuple[tuple[Access, ...], tuple[Access, ...]] | None = None
 
     @property
@@ -62,7 +64,9 @@ class HoldBack:
 
     def expect(self) -> None:
         """Late ids have been made: from now on records are looked at."""
-        self._expecting = True
+        if not self._expecting:
+            self._expecting = True
+            self.put = self._put_behind
 
     def append(self, record: AnyRecord) -> bool:
         """Write ``record``, or keep it until its ids and all records before it are written."""
@@ -79,6 +83,19 @@ class HoldBack:
             self._held.append(record)
             return True
 
+    def put_work(
+        self, word: int, op: int, host_ns: int, numbers: tuple[int, int, int, int], layers: tuple[int, int],
+        accesses: tuple[Access, ...],
+    ) -> bool:  # fmt: skip
+        """See ``RingWriter.put_work``; False if it has to be kept back."""
+        if self._expecting and (self._held or any(_is_late_access(access) for access in accesses)):
+            return False
+        return self._sink.put_work(word, op, host_ns, numbers, layers, accesses)
+
+    def put_packed(self, slot: bytes) -> bool:
+        """As the sink behind."""
+        return self._sink.put_packed(slot)
+
     def append_block(self, block: Block) -> bool:
         """As ``append``, for all records of ``block`` or none of them."""
         if not self._expecting:
@@ -89,7 +106,7 @@ class HoldBack:
             if not self._held and not any(_is_late_access(access) for part in block.parts for access in part[0]):
                 return self._sink.append_block(block)
             if len(self._held) >= self._max_held:
-                self._drop(DropReason.RING_FULL, len(block.words))
+                self._drop(DropReason.RING_FULL, len(block))
                 return False
             self._held.append(block)
             return True
@@ -114,19 +131,23 @@ class HoldBack:
     def flush(self) -> int:
         """Write what has become writable; returns how many records. Call it at 10 Hz or so."""
         count = 0
-        if not self._sink.writable:
-            return count
-        with self._lock:
-            while self._held:
+        while self._sink.writable and self._held:
+            # Taken anew for each: an engine's thread must not wait for all of them.
+            with self._lock:
+                if not self._held:
+                    break
                 item = self._held[0]
-                if isinstance(item, tuple):
+                if isinstance(item, bytes):
+                    self._sink.put_packed(item)
+                    count += 1
+                elif isinstance(item, tuple):
                     self._sink.drop(*item)
                 elif isinstance(item, Block):
                     if not all(_ready(access) for part in item.parts for access in part[0]):
                         break
-                    item.parts = [(self._with_pages(accesses), rows) for accesses, rows in item.parts]
+                    item.parts = [(self._with_pages(accesses), rows, size) for accesses, rows, size in item.parts]
                     self._sink.append_block(item)
-                    count += len(item.words)
+                    count += len(item)
                 else:
                     if not all(_ready(access) for access in _accesses(item)):
                         break
@@ -134,6 +155,15 @@ class HoldBack:
                     count += 1
                 self._held.popleft()
         return count
+
+    def _put_behind(self, word: int, op: int, host_ns: int, a: int, b: int) -> bool:
+        """As ``put``: kept back, packed, behind what is."""
+        if not self._held:
+            return self._sink.put(word, op, host_ns, a, b)
+        if len(self._held) >= self._max_held or self.mode is CaptureMode.OFF:
+            return False
+        self._held.append(pack_plain(word, op, host_ns, a, b))
+        return True
 
     def _drop(self, reason: DropReason, count: int) -> None:
         last = self._held[-1]
@@ -149,8 +179,8 @@ class HoldBack:
         if fresh is accesses:
             return record
         if hasattr(record, "access"):
-            return msgspec.structs.replace(record, access=fresh[0])
-        return msgspec.structs.replace(record, accesses=fresh)
+            return replace(record, access=fresh[0])
+        return replace(record, accesses=fresh)
 
     def _with_pages(self, accesses: tuple[Access, ...]) -> tuple[Access, ...]:
         """``accesses`` with their ids, the same object for the same object; themselves if none came late."""
@@ -184,4 +214,4 @@ def _ready(access: Access) -> bool:
 def _resolved(access: Access) -> Access:
     if not _is_late_access(access):
         return access
-    return Access(access.space, access.mode, cast(LateIds, access.ids).take(), access.pool)
+    return type(access)(access.space, access.mode, cast(LateIds, access.ids).take(), access.pool)

@@ -6,7 +6,7 @@ bare device may be mixed with wrapped ones. The engine's call always goes throug
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -163,6 +163,21 @@ class RecordedStream:
         return result
 
 
+class RecordedGraph:
+    """A captured graph whose replays are recorded; waits for its events are too."""
+
+    __slots__ = ("bare", "events")
+
+    def __init__(self, bare: protocol.Graph, events: Sequence[RecordedEvent]) -> None:
+        self.bare: Final = bare
+        self.events: Final = tuple(events)
+
+    @property
+    def number(self) -> int:
+        """See ``protocol.Graph.number``."""
+        return self.bare.number
+
+
 class RecordedGate:
     """A gate that takes wrapped streams. Gates are not stream order: nothing is recorded."""
 
@@ -250,6 +265,31 @@ class RecordedDevice:
         except BaseException:
             self.recorder.abandon(own)
             raise
+
+    def capture(self, number: int, entries: Sequence[Callable[[], None] | None]) -> RecordedGraph:
+        """See ``protocol.Device.capture``. Nothing is recorded: what is captured does not run."""
+        bare = self.bare.capture(number, entries)
+        return RecordedGraph(bare, [RecordedEvent(self, event, self.recorder.new_event()) for event in bare.events])
+
+    def replay(
+        self,
+        graph: protocol.Graph,
+        work: Work,
+        nodes: Sequence[Work | None],
+        *,
+        probes: tuple[protocol.Probe, protocol.Probe] | None = None,
+    ) -> None:
+        """See ``protocol.Device.replay``."""
+        bare = graph.bare if isinstance(graph, RecordedGraph) else graph
+        events = [self.wrap_event(event).state for event in graph.events]
+        own = self.recorder.begin_replay(self.bare, bare.number, work, nodes, events, timed=probes is None)
+        try:
+            self.bare.replay(bare, work, nodes, probes=own if probes is None else probes)
+        except BaseException:
+            self.recorder.abandon(None if own is None else own[0])
+            raise
+        finally:
+            self.recorder.end_replay(events)
 
     def record_stream(self, tensor: object, stream: protocol.Stream) -> None:
         """See ``protocol.Device.record_stream``."""

@@ -16,20 +16,23 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from hicache_obs.recorder.batch import Batch
 from hicache_obs.recorder.event_state import EventState
+from hicache_obs.recorder.lane import Lanes
 from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
+from hicache_obs.recorder.pair import Pair
 from hicache_obs.recorder.ring import RecordSink
 from hicache_obs.records import (
     ALL_LAYERS,
+    IN_ORDER,
     NO_OP,
     Access,
     AnyRecord,
+    CaptureMode,
     Define,
     DefineSpace,
     DropReason,
@@ -38,8 +41,13 @@ from hicache_obs.records import (
     EventRecord,
     EventSync,
     EventWait,
+    GraphNode,
+    GraphReplay,
     HostAccess,
     HostSync,
+    IoBegin,
+    IoEnd,
+    IoKind,
     Kernel,
     Memcpy,
     OpId,
@@ -48,10 +56,13 @@ from hicache_obs.records import (
     PageIds,
     Purpose,
     RecordStream,
+    Relocate,
     RowsDiscarded,
     Space,
     StreamId,
     StreamKind,
+    TensorAlloc,
+    TensorFree,
     ThreadId,
     ThreadPost,
     ThreadRecv,
@@ -99,15 +110,6 @@ class RecorderCounters:
     hook_ns: int = 0
 
 
-class _Me(threading.local):
-    """The calling thread's number, and what it has not put into the ring yet."""
-
-    number = ThreadId(-1)
-    """Negative until the thread's name is in the ring: one look-up, for this is asked in every hook."""
-    assigned = ThreadId(-1)
-    batch: Batch | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class StreamMark:
     """What was queued when a sync of a stream was called."""
@@ -129,6 +131,7 @@ class Recorder:
         max_pending: Operations that may wait for their device times. Beyond that the oldest never gets any.
         first_op: Id of the first operation. A process with several recorders, one after the other, goes on with
             ``next_op`` of the one before: a profile of the process then holds every id once.
+        lanes: The threads' states, if somebody else keeps them as well.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Recorder:
         ranges: Ranges | None = None,
         max_pending: int = DEFAULT_MAX_PENDING,
         first_op: int = 0,
+        lanes: Lanes | None = None,
     ) -> None:
         self._sink = sink
         self._clock = clock
@@ -146,16 +150,18 @@ class Recorder:
         self._max_pending = max_pending
         self._pending: deque[_Pending] = deque()
         """Operations whose device times are not known yet, in issue order."""
-        # Re-entrant: a signal handler may use the engine while its own thread is in a hook.
-        self._lock = threading.RLock()
+        # Re-entrant: a signal handler may use the engine while its own thread is in a hook. A ring's own, if the
+        # records go into one: two locks would cost twice as much.
+        self._lock = getattr(sink, "lock", None) or threading.RLock()
         self._tally_lock = threading.RLock()
         self._resolving = threading.Lock()
         self._busy = False
         self._on = True
-        self._me = _Me()
+        self._lanes = Lanes() if lanes is None else lanes
         self._threads = 0
         self._next_op = OpId(first_op)
         self._events = itertools.count(1)
+        self._ios = itertools.count(1)
         self._sites: dict[str, int] = {}
         self._streams: set[int] = set()
         self._last_on: dict[int, int] = {}
@@ -237,6 +243,16 @@ class Recorder:
         """The calling thread has received the oldest post of ``channel``. Partner of ``thread_post``."""
         self._emit(lambda op, thread, now: ThreadRecv(op, thread, now, channel))
 
+    def io_begin(self, kind: IoKind, accesses: tuple[Access, ...], *, site: str) -> int:
+        """A transfer in no stream begins, on the calling thread. Returns the number ``io_end`` wants."""
+        io = next(self._ios)
+        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), ALL_LAYERS, accesses))
+        return io
+
+    def io_end(self, io: int) -> None:
+        """The calling thread knows transfer ``io`` to be over. Partner of ``io_begin``."""
+        self._emit(lambda op, thread, now: IoEnd(op, thread, now, io))
+
     # -- hooks: called before the device's call unless they say otherwise ------------------------------------
 
     def work(self, device: Device, work: Work, *, timed: bool = True) -> Probe | None:
@@ -245,6 +261,8 @@ class Recorder:
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
             stream = self._queue_on(device.current_stream(), op)
             site = self._site(work.site)
+            if work.moves:
+                return Relocate(op, thread, now, stream, site, work.layers, work.accesses)
             if work.direction is None:
                 return Kernel(
                     op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses, work.rows
@@ -253,8 +271,74 @@ class Recorder:
                 op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses, work.direction
             )
 
-        name = RangeName.SEGMENT if work.direction is None else RangeName.COPY
+        name = RangeName.SEGMENT if work.direction is None and not work.moves else RangeName.COPY
         return self._emit(build, device if timed else None, name)
+
+    def begin_replay(
+        self,
+        device: Device,
+        graph: int,
+        work: Work,
+        nodes: Sequence[Work | None],
+        events: Sequence[EventState],
+        *,
+        timed: bool = True,
+    ) -> tuple[Probe, Probe] | None:
+        """A graph is replayed on the current stream. Partner of ``end_replay``.
+
+        Args:
+            device: The bare device.
+            graph, work, nodes: As in ``protocol.Device.replay``.
+            events: Those that its external records record, in order.
+
+        Returns:
+            Probes for the replay call.
+        """
+
+        issued: list[tuple[OpId, ThreadId]] = []
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            issued.append((op, thread))
+            stream = self._queue_on(device.current_stream(), op)
+            count = len(nodes)
+            return GraphReplay(
+                op, thread, now, graph, stream, self._site(work.site), work.group, count, work.layers, ()
+            )
+
+        if not self.on:
+            return None
+        with self._lock:  # the entries follow their replay at once
+            for event in events:
+                event.version += 1
+                event.known_to.clear()
+            self._emit(build, None, RangeName.SEGMENT)
+            records = iter(events)
+            for index, node in enumerate(nodes):
+                self._emit(partial(_graph_node, index, node, next(records) if node is None else None))
+        return self._replay_probes(device, *issued[0], nodes) if timed and issued else None
+
+    def _replay_probes(
+        self, device: Device, op: OpId, thread: ThreadId, nodes: Sequence[Work | None]
+    ) -> tuple[Probe, Probe] | None:
+        opens = partial(self._open_range, RangeName.SEGMENT, op)
+        try:
+            if sum(node is not None for node in nodes) == 1:
+                first = last = device.probe(opens, self._close_range)
+            else:
+                first, last = device.probe(opens), device.probe(None, self._close_range)
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            self._failed(error)
+            return None
+        self._await((op, thread, Pair(first, last), device))
+        return first, last
+
+    def end_replay(self, events: Sequence[EventState]) -> None:
+        """The replay call has returned or failed. Partner of ``begin_replay``."""
+        if not self.on:
+            return
+        with self._lock:
+            for event in events:
+                event.version += 1
 
     def wait_event(
         self, device: Device, stream: Stream, event: EventState, purpose: Purpose, *, timed: bool = True
@@ -282,7 +366,7 @@ class Recorder:
             return
         with self._lock:
             for item in reversed(self._pending):
-                if item[2] is probe:
+                if item[2] is probe or (isinstance(item[2], Pair) and item[2].first is probe):
                     self._pending.remove(item)
                     self._unresolved += 1
                     return
@@ -302,7 +386,7 @@ class Recorder:
 
     def end_event_record(self, event: EventState) -> None:
         """The device's call has returned or failed. Partner of ``begin_event_record``."""
-        if not self.on:
+        if not self._on:
             return
         with self._lock:
             event.version += 1
@@ -399,7 +483,7 @@ class Recorder:
             return
         self.flush_batch()
         with self._lock:
-            key = (self._me.assigned, stream.stream_id)
+            key = (self._lanes.lane.assigned, stream.stream_id)
             if self._stream_known.get(key) == last:
                 return
             if self.last_on(stream) != last:
@@ -410,6 +494,16 @@ class Recorder:
                 lambda op, thread, now: EventRecord(op, thread, now, self._marker(thread, stream), self._stream(stream))
             )
             self._emit(lambda op, thread, now: EventQuery(op, thread, now, self._marker(thread, stream), True))
+
+    def tensor_alloc(self, tensor: object, block: int, stream: Stream) -> None:
+        """A caching allocator hands out block ``block`` as ``tensor``, for use on ``stream``."""
+        self._emit(
+            lambda op, thread, now: TensorAlloc(op, thread, now, _storage_id(tensor), block, self._stream(stream))
+        )
+
+    def tensor_free(self, tensor: object) -> None:
+        """``tensor``'s block is given back. Partner of ``tensor_alloc``."""
+        self._emit(lambda op, thread, now: TensorFree(op, thread, now, _storage_id(tensor)))
 
     def record_stream(self, tensor: object, stream: Stream) -> None:
         """``stream`` uses ``tensor``'s memory."""
@@ -474,7 +568,10 @@ class Recorder:
         started = time.perf_counter_ns()
         if not (self._on and self._sink.writable):
             return None
-        if self._me.batch is not None:
+        if self._sink.mode is CaptureMode.OFF:
+            self._sink.drop(DropReason.SWITCHED_OFF)
+            return None
+        if self._lanes.lane.batch is not None:
             self.flush_batch()
         try:
             with self._lock:
@@ -510,6 +607,11 @@ class Recorder:
 
     def _probe(self, device: Device, op: OpId, thread: ThreadId, name: RangeName) -> Probe:
         probe = device.probe(partial(self._open_range, name, op), self._close_range)
+        self._await((op, thread, probe, device))
+        return probe
+
+    def _await(self, item: _Pending) -> None:
+        """Write the operation's device times once they are known; beyond the bound the oldest never get any."""
         if len(self._pending) >= self._max_pending:
             try:
                 self._pending.popleft()
@@ -517,8 +619,7 @@ class Recorder:
                 pass
             else:
                 self._give_up()
-        self._pending.append((op, thread, probe, device))
-        return probe
+        self._pending.append(item)
 
     def _give_up(self) -> None:
         with self._lock:
@@ -566,11 +667,11 @@ class Recorder:
         return False
 
     def _thread(self) -> ThreadId:
-        number = self._me.number
+        number = self._lanes.lane.number
         return number if number >= 0 else self._name_thread()
 
     def _name_thread(self) -> ThreadId:
-        me = self._me
+        me = self._lanes.lane
         if me.assigned < 0:
             me.assigned = ThreadId(self._threads)
             self._threads += 1
@@ -617,8 +718,17 @@ class Recorder:
         return marker
 
     def _define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> bool:
-        thread = ThreadId(max(0, self._me.assigned))
+        thread = ThreadId(max(0, self._lanes.lane.assigned))
         return self._sink.append(Define(NO_OP, thread, self._clock(), space, number, text, value))
+
+
+def _graph_node(
+    index: int, node: Work | None, event: EventState | None, op: OpId, thread: ThreadId, now: int
+) -> GraphNode:
+    if node is None:
+        assert event is not None
+        return GraphNode(op, thread, now, index, IN_ORDER, event.event_id, ALL_LAYERS, ())
+    return GraphNode(op, thread, now, index, IN_ORDER, None, node.layers, node.accesses)
 
 
 def _storage_id(tensor: Any) -> int:

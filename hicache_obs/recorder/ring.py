@@ -30,10 +30,11 @@ import numpy as np
 
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.batch import CELLS_WORD, Block
+from hicache_obs.recorder.batch import Block
 from hicache_obs.recorder.process import pid_namespace, process_start
 from hicache_obs.records import (
     HEADER_BYTES,
+    KINDS,
     MAX_ACCESSES,
     MAX_ARENA_WORDS,
     MAX_SLOTS,
@@ -44,12 +45,14 @@ from hicache_obs.records import (
     RING_VERSION,
     ROWS_CELL,
     SLOT_BYTES,
+    SLOT_LIST,
     Access,
     AnyRecord,
     CaptureMode,
     Collective,
     Define,
     DropReason,
+    EventId,
     EventQuery,
     EventRecord,
     EventSync,
@@ -63,17 +66,22 @@ from hicache_obs.records import (
     Kernel,
     Lost,
     Memcpy,
+    OpId,
     PageAlloc,
     PageFree,
     PageIds,
+    Purpose,
     Ranks,
     Record,
     RecordStream,
     Relocate,
     RingWord,
     RowsDiscarded,
+    SlotAccess,
+    StreamId,
     TensorAlloc,
     TensorFree,
+    ThreadId,
     ThreadPost,
     ThreadRecv,
     Times,
@@ -87,14 +95,25 @@ _REMEMBERED: Final = 64
 
 _HEAD: Final = "<BBHIqqqqqqii"
 _pack: Final = struct.Struct(_HEAD).pack_into
+_plain: Final = struct.Struct(f"<Qqqqq{SLOT_BYTES - 40}x")
+_pack_plain: Final = _plain.pack_into
+pack_plain: Final = _plain.pack
+"""A whole slot of a record without cells: first word, op, host_ns, a, b. The rest is zeros."""
+_pack_work: Final = tuple(struct.Struct("<Qqqqqqqii" + "BBHIQ" * count).pack_into for count in range(MAX_ACCESSES + 1))
 _pack_cells: Final = tuple(struct.Struct(_HEAD + "BBHIQ" * count).pack_into for count in range(MAX_ACCESSES + 1))
 _cell_words: Final = tuple(struct.Struct("<" + "BBHIQ" * count).pack for count in range(MAX_ACCESSES + 1))
 _pack_text: Final = struct.Struct(f"{_HEAD}{MAX_TEXT_BYTES}s").pack_into
 
+EVENT_RECORD: Final = KINDS.index(EventRecord)
+EVENT_WAIT: Final = KINDS.index(EventWait)
+WAIT_STREAM: Final = KINDS.index(WaitStream)
+"""Kinds that ``put`` takes."""
 _MODE: Final = int(RingWord.MODE)  # plain numbers: looking up an enum member costs more than the store
 _HEAD_WORD: Final = int(RingWord.HEAD)
 _ARENA_HEAD: Final = int(RingWord.ARENA_HEAD)
 _ARENA_LOW: Final = int(RingWord.ARENA_LOW)
+
+_MODES: Final = tuple(CaptureMode)
 
 # Stores become visible in program order on x86; elsewhere a record could appear before its contents.
 _STRONG_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
@@ -121,7 +140,16 @@ class RecordSink(Protocol):
 
 
 class BlockSink(RecordSink, Protocol):
-    """A ``RecordSink`` that takes many records at once."""
+    """A ``RecordSink`` that also takes packed records, and many at once. See ``RingWriter``."""
+
+    def put(self, word: int, op: int, host_ns: int, a: int, b: int) -> bool: ...
+
+    def put_work(
+        self, word: int, op: int, host_ns: int, numbers: tuple[int, int, int, int], layers: tuple[int, int],
+        accesses: tuple[Access, ...],
+    ) -> bool: ...  # fmt: skip
+
+    def put_packed(self, slot: bytes) -> bool: ...
 
     def append_block(self, block: Block) -> bool:
         """Keep all of ``block``'s records, in their order; False if all were dropped, and counted."""
@@ -183,7 +211,8 @@ class RingWriter:
         self._pending_lost = [0] * len(DropReason)
         self._any_lost = False
         # Re-entrant: a signal handler may append while its own thread is appending.
-        self._lock = threading.RLock()
+        self._lock = self.lock = threading.RLock()
+        """Whoever appends much may hold it around several calls."""
         self._busy = False
         self._fence = threading.Lock()
         self._fence.acquire()
@@ -221,10 +250,12 @@ class RingWriter:
 
     @property
     def mode(self) -> CaptureMode:
-        """The mode byte; an agent may change it at any time."""
-        with self._lock:
+        """The mode byte; an agent may change it at any time. Without the lock: recorders ask at every call."""
+        try:
             word = self._words[_MODE] if self._open else 0
-        return CaptureMode(word) if 0 <= word < len(CaptureMode) else CaptureMode.OFF
+        except ValueError:  # closed meanwhile
+            return CaptureMode.OFF
+        return _MODES[word] if 0 <= word < len(_MODES) else CaptureMode.OFF
 
     @property
     def capturing(self) -> bool:
@@ -233,14 +264,6 @@ class RingWriter:
             return self.writable and bool(self._words[_MODE])
         except ValueError:  # closed meanwhile
             return False
-
-    @property
-    def off(self) -> bool:
-        """Whether the mode byte says ``OFF``. Without the lock: hooks ask at every call."""
-        try:
-            return not self._words[_MODE]
-        except ValueError:  # closed meanwhile
-            return True
 
     @property
     def dropped(self) -> dict[DropReason, int]:
@@ -286,6 +309,56 @@ class RingWriter:
             finally:
                 self._busy = False
 
+    def put(self, word: int, op: int, host_ns: int, a: int, b: int) -> bool:
+        """Write a record without accesses, of the numbers in its slot. The caller holds ``lock``.
+
+        Args:
+            word: The slot's first word: kind, aux and thread.
+
+        Returns:
+            False if nothing was done, not even counted: the ring is full, closed, switched off, busy, or has lost
+            something that is not stated yet. ``append`` sees to all of that.
+        """
+        head, words = self._head, self._words
+        if head >= self._full_at or self._any_lost or self._busy or not self._open or not words[_MODE]:
+            return False
+        _pack_plain(self._map, HEADER_BYTES + head % self._slots * SLOT_BYTES, word, op, host_ns, a, b)
+        if not _STRONG_ORDER:
+            self._fence.release()
+            self._fence.acquire()
+        words[_HEAD_WORD] = self._head = head + 1
+        return True
+
+    def put_work(
+        self, word: int, op: int, host_ns: int, numbers: tuple[int, int, int, int], layers: tuple[int, int],
+        accesses: tuple[Access, ...],
+    ) -> bool:  # fmt: skip
+        """As ``put``, for a record with accesses; ``numbers`` are its a to d, ``word`` is without their count."""
+        head = self._head
+        if head >= self._full_at or self._any_lost or self._busy or not self._open or not self._words[_MODE]:
+            return False
+        cells = self._cells(accesses)
+        if cells is None:
+            return False
+        count = len(accesses)
+        place = HEADER_BYTES + head % self._slots * SLOT_BYTES
+        _pack_work[count](self._map, place, word | count << 8, op, host_ns, *numbers, *layers, *cells)
+        self._publish(head + 1)
+        return True
+
+    def put_packed(self, slot: bytes) -> bool:
+        """As ``append``, for a record that is ``pack_plain``'s."""
+        if not self.writable:
+            return False
+        with self._lock:
+            if self._open and self._head < self._full_at and not self._any_lost and not self._busy and self.capturing:
+                place = HEADER_BYTES + self._head % self._slots * SLOT_BYTES
+                self._map[place : place + SLOT_BYTES] = slot
+                self._publish(self._head + 1)
+                return True
+            word, op, host_ns, a, b = _plain.unpack(slot)
+            return self.append(plain_record(word, op, host_ns, a, b))
+
     def append_block(self, block: Block) -> bool:
         """As ``append``, for all records of ``block`` or none of them: they become visible at once."""
         if not self.writable:
@@ -293,7 +366,7 @@ class RingWriter:
         with self._lock:
             if not self._open:
                 return False
-            count = len(block.words)
+            count = len(block)
             if self._busy:
                 self.drop(DropReason.RECORDER_ERROR, count)
                 return False
@@ -314,19 +387,22 @@ class RingWriter:
             self._head + count > self._full_at and not self._room(count)
         ):
             return DropReason.RING_FULL
-        for accesses, rows in block.parts:
+        words = []
+        for accesses, _, _ in block.parts:
             cells = self._cells(accesses)
             if cells is None:
                 self._free_arena()
                 return DropReason.ARENA_FULL
-            words = 2 * len(accesses)
-            block.words[rows, CELLS_WORD : CELLS_WORD + words] = np.frombuffer(
-                _cell_words[len(accesses)](*cells), dtype="<i8"
-            )
+            words.append(np.frombuffer(_cell_words[len(accesses)](*cells), dtype="<i8"))
         place = self._head % self._slots
-        first = min(count, self._slots - place)
-        self._slot_words[place : place + first] = block.words[:first]
-        self._slot_words[: count - first] = block.words[first:]
+        if place + count <= self._slots:
+            block.fill(self._slot_words[place : place + count], words)
+        else:
+            slots = np.empty((count, SLOT_BYTES // 8), dtype=np.int64)
+            block.fill(slots, words)
+            first = self._slots - place
+            self._slot_words[place:] = slots[:first]
+            self._slot_words[: count - first] = slots[first:]
         self._publish(self._head + count)
         return None
 
@@ -429,7 +505,8 @@ class RingWriter:
                 known = self._store(ids)
                 if known is None:
                     return None
-            cells += (access.space, access.mode, access.pool, known[2], known[1])
+            mode = access.mode | SLOT_LIST if type(access) is SlotAccess else access.mode
+            cells += (access.space, mode, access.pool, known[2], known[1])
         if self._forgotten == forgotten:
             self._same_accesses, self._same_cells = accesses, cells
         return cells
@@ -675,6 +752,18 @@ class RingWriter:
             (RingWord.MAGIC, int.from_bytes(RING_MAGIC, "little")),
         ):
             words[word] = value
+
+
+def plain_record(word: int, op: int, host_ns: int, a: int, b: int) -> EventRecord | EventWait | WaitStream:
+    """The record that these numbers of a slot are, as ``put`` gets them."""
+    kind, common = word & 0xFF, (OpId(op), ThreadId(word >> 32), host_ns)
+    if kind == EVENT_RECORD:
+        return EventRecord(*common, EventId(a), StreamId(b))
+    purpose = Purpose(word >> 16 & 0xFFFF)
+    if kind == EVENT_WAIT:
+        return EventWait(*common, EventId(a), StreamId(b), purpose)
+    assert kind == WAIT_STREAM, kind
+    return WaitStream(*common, StreamId(a), StreamId(b), purpose)
 
 
 def cut_text(text: str) -> bytes:

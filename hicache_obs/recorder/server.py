@@ -6,17 +6,18 @@ writes storage, and hands work from thread to thread.
 
 from __future__ import annotations
 
-import itertools
 import time
-from typing import Any
+from typing import Any, Final
 
 from hicache_obs.recorder.batch import Batch, Measured, Shapes
 from hicache_obs.recorder.event_state import EventState
+from hicache_obs.recorder.lane import Lane
 from hicache_obs.recorder.recorder import Recorder
-from hicache_obs.recorder.ring import BlockSink
+from hicache_obs.recorder.ring import BlockSink, plain_record
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
+    KINDS,
     Access,
     AnyRecord,
     DefineSpace,
@@ -25,9 +26,6 @@ from hicache_obs.records import (
     EventWait,
     GraphNode,
     GraphReplay,
-    IoBegin,
-    IoEnd,
-    IoKind,
     Kernel,
     Memcpy,
     OpId,
@@ -38,6 +36,9 @@ from hicache_obs.records import (
 )
 from hicache_obs.streams.protocol import Stream
 
+_KERNEL: Final = KINDS.index(Kernel)
+_MEMCPY: Final = KINDS.index(Memcpy)
+
 
 class ServerRecorder(Recorder):
     """A ``Recorder`` whose hooks name their streams. Any thread may call any method; none raises."""
@@ -45,13 +46,66 @@ class ServerRecorder(Recorder):
     def __init__(self, sink: BlockSink, **options: Any) -> None:
         super().__init__(sink, **options)
         self._blocks = sink
+        self._acquire, self._release = self._lock.acquire, self._lock.release
         self._shapes = Shapes()
-        self._ios = itertools.count(1)
 
     @property
     def batch(self) -> Batch | None:
         """The calling thread's open batch."""
-        return self._me.batch
+        return self._lanes.lane.batch
+
+    def put(
+        self, lane: Lane, word: int, a: int, stream: Stream, on: Stream | None = None, event: EventState | None = None
+    ) -> None:
+        """Record one call to a stream or event: ``EventRecord``, ``EventWait``, ``WaitStream``, packed at once.
+
+        May raise, unlike the rest: whoever calls this has a guard of its own, and calls it more often than all else.
+        Not in a forked child, where the lock may be held for ever.
+
+        Args:
+            lane: The calling thread's.
+            word: The slot's first word (``RingWriter.put``) but for the thread.
+            a: The event's id, or the id of the stream that waits.
+            stream: The slot's b: what the call is queued on, or what is waited for.
+            on: The stream that waits, for ``WaitStream``: the call is queued on both.
+            event: Is recorded anew, for ``EventRecord``; ``end_event_record`` is to follow.
+        """
+        if lane.batch is not None:
+            self.flush_batch()
+        handle, streams = stream.stream_id, self._streams
+        self._acquire()  # half of what ``with`` costs
+        try:
+            if event is not None:
+                event.version += 1
+                if event.known_to:
+                    event.known_to.clear()
+            op = self._next_op
+            if (
+                handle in streams
+                and (on is None or a in streams)
+                and lane.number >= 0
+                and self._on
+                and not self._busy
+                and self._blocks.put(word | lane.number << 32, op, self._clock(), a, handle)
+            ):
+                self._last_on[handle] = op
+                if on is not None:
+                    self._last_on[a] = op
+                self._next_op = op + 1  # type: ignore[assignment] # a call of the type costs as much as the clock
+                return
+        finally:
+            self._release()
+        self._put_slowly(word, a, stream, on)
+
+    def _put_slowly(self, word: int, a: int, stream: Stream, on: Stream | None) -> None:
+        """As ``put`` when something is new, full or lost."""
+
+        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
+            if on is not None:
+                self._queue_on(on, op)
+            return plain_record(word | thread << 32, op, now, a, self._queue_on(stream, op))
+
+        self._emit(build)
 
     def begin_batch(self, stream: Stream, site: str, group: int, direction: Direction | None) -> Batch:
         """A batch for the calling thread's next operations on ``stream``; an open one is flushed.
@@ -59,12 +113,13 @@ class ServerRecorder(Recorder):
         Whatever else the thread records flushes it, so that the ring keeps the order of the calls.
         """
         self.flush_batch()
-        batch = self._me.batch = Batch(stream, site, group, direction, self._clock)
+        batch = self._lanes.lane.batch = Batch(stream, site, group, direction, self._clock())
         return batch
 
     def flush_batch(self) -> None:
         """Put what the calling thread has batched into the ring, as one block."""
-        batch, self._me.batch = self._me.batch, None
+        lane = self._lanes.lane
+        batch, lane.batch = lane.batch, None
         if batch is None or not batch.steps or not self.on:
             return
         started = time.perf_counter_ns()
@@ -77,24 +132,23 @@ class ServerRecorder(Recorder):
                 try:
                     op, thread = self._next_op, self._thread()
                     self._stream(batch.stream)
-                    block = self._shapes.block(batch, op, thread, self._site(batch.site))
+                    block = self._shapes.block(batch, op, thread, self._site(batch.site), self._clock())
                     self._next_op = OpId(op + len(batch.steps))
                     self._last_on[batch.stream.stream_id] = self._next_op - 1
-                    kept = self._blocks.append_block(block)
+                    self._blocks.append_block(block)
                     self._row_of_failures = 0
                 finally:
                     self._busy = False
                     self._hook_ns += time.perf_counter_ns() - started
                     for state in batch.states:
                         state.version += 1
-            if kept:
-                for row, measured in batch.measured:
-                    self._await_times([(OpId(op + row), thread)], measured)
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
             self._failed(error)
 
     def enqueue(self, stream: Stream, work: Work, measured: Measured | None = None) -> None:
         """``work`` is launched on ``stream``; ``measured`` is around it, and over when it was launched already."""
+        if self._enqueue(stream, work, measured):
+            return
         issued: list[tuple[OpId, ThreadId]] = []
 
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
@@ -105,6 +159,28 @@ class ServerRecorder(Recorder):
 
         self._emit(build)
         self._await_times(issued, measured)
+
+    def _enqueue(self, stream: Stream, work: Work, measured: Measured | None) -> bool:
+        """As ``enqueue`` where nothing is new, full or lost: packed at once."""
+        lane, handle, site = self._lanes.lane, stream.stream_id, self._sites.get(work.site)
+        if lane.batch is not None or not self.on or lane.number < 0 or site is None or handle not in self._streams:
+            return False
+        try:
+            word = _KERNEL if work.direction is None else _MEMCPY | work.direction << 16
+            numbers = handle, site, work.group, work.size_bytes
+            with self._lock:
+                op = self._next_op
+                if self._busy or not self._blocks.put_work(
+                    word | lane.number << 32, op, self._clock(), numbers, work.layers, work.accesses
+                ):
+                    return False
+                self._last_on[handle] = op
+                self._next_op = op + 1  # type: ignore[assignment] # as in put
+            if measured is not None:
+                self._await_times([(op, lane.number)], measured)
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            self._failed(error)
+        return True
 
     def wait_for_event(self, stream: Stream, event: EventState, purpose: Purpose) -> None:
         """``stream`` is told to wait for ``event``."""
@@ -156,29 +232,11 @@ class ServerRecorder(Recorder):
                 self._emit(lambda op, _, now: GraphNode(op, _, now, 0, IN_ORDER, event.event_id, ALL_LAYERS, ()))
                 self._emit(lambda op, _, now: GraphNode(op, _, now, 1, IN_ORDER, None, ALL_LAYERS, accesses))
 
-    def io_begin(self, kind: IoKind, accesses: tuple[Access, ...], *, site: str) -> int:
-        """A transfer in no stream begins, on the calling thread. Returns the number ``io_end`` wants."""
-        io = next(self._ios)
-        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), ALL_LAYERS, accesses))
-        return io
-
-    def io_end(self, io: int) -> None:
-        """The calling thread knows transfer ``io`` to be over. Partner of ``io_begin``."""
-        self._emit(lambda op, thread, now: IoEnd(op, thread, now, io))
-
     def _await_times(self, issued: list[tuple[OpId, ThreadId]], measured: Measured | None) -> None:
-        """Write the operation's device times once they are known; beyond the bound the oldest never get any."""
         if measured is None or not issued:
             return
-        if len(self._pending) >= self._max_pending:
-            try:
-                self._pending.popleft()
-            except IndexError:  # the flusher was faster
-                pass
-            else:
-                self._give_up()
         op, thread = issued[0]
-        self._pending.append((op, thread, measured.probe, measured.device))
+        self._await((op, thread, measured.probe, measured.device))
 
     def status(self, name: str, value: int) -> None:
         """State a number about the recording itself; a later one of the same name replaces it."""

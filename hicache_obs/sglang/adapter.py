@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from hicache_obs.findings import Hazard
 from hicache_obs.sglang.versions import ALL_VERSIONS, Versions
 
-DONE: Final = object()
-"""What a ``before`` returns that has done all there is to do: neither ``after`` nor ``failed`` is called."""
 Before: TypeAlias = Callable[..., Any]
 """``before(session, *args, **kwargs)``, called before the engine's function; what it returns is the call's state."""
 After: TypeAlias = Callable[..., None]
 """``after(session, state, result, *args, **kwargs)``, called when the engine's function has returned."""
 Failed: TypeAlias = Callable[..., None]
 """``failed(session, state)``, called when the engine's function has raised, before the exception goes on."""
+Direct: TypeAlias = Callable[..., Callable[..., Any]]
+"""``direct(session, guard)`` makes the whole hook, ``hook(original, *args, **kwargs)``: for the few functions that are
+called so often that the guard's own layers would cost more than the hook. It keeps the guard's promises itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Adapter:
         target: Dotted name of a function or method.
         versions: Releases that have it.
         before, after, failed: See the type aliases; each may be absent.
+        direct: In place of these three.
         hazards: What cannot be observed where the target is missing.
         group: While a call of a group runs, further calls of that group on the same thread are the engine's own
             business and not recorded: ``wait_stream`` is made of ``record`` and ``wait``.
@@ -43,6 +45,7 @@ class Adapter:
     before: Before | None = None
     after: After | None = None
     failed: Failed | None = None
+    direct: Direct | None = None
     hazards: tuple[Hazard, ...] = field(default=())
     group: str = ""
     optional: bool = False

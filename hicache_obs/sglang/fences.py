@@ -26,7 +26,7 @@ def _add(session: Session, stream: Any, purpose: Purpose, protects: str) -> None
     forward = session.forward_stream
     if forward is None or session.stream(forward).stream_id == session.stream(stream).stream_id:
         return  # nothing was launched yet, or the transfer is on the forward stream itself
-    outer: Purpose | None = getattr(session.local, "purpose", None)
+    outer: Purpose | None = session.local.purpose
     session.local.purpose = purpose
     try:
         stream.wait_stream(forward)

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import numpy as np
-
 from hicache_obs.findings import Hazard
-from hicache_obs.records import ALL_LAYERS, Access, Mode, Space
+from hicache_obs.records import ALL_LAYERS
 from hicache_obs.sglang.adapter import Adapter
-from hicache_obs.sglang.page_ids import Convert, ConvertRows
-from hicache_obs.sglang.pages import base_pool, page_size
+from hicache_obs.sglang.round_pages import round_accesses
 from hicache_obs.sglang.rounds import SITE, Round, end_segment
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.streams import capturing
@@ -29,48 +26,22 @@ _FORWARD: Final = (
     Hazard.WAR_BACKUP_FORWARD,
     Hazard.GRAPH,
 )
-_READS: Final = (Hazard.WAR_FORWARD_RESTORE, Hazard.RAW_RESTORE_FORWARD)
 
 
 def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: Any) -> Round | None:
-    session.local.round = None
+    lane = session.local
+    lane.round = None
     written = batch.out_cache_loc
     if written is None or not written.numel() or capturing():
         return None
     raw = session.raw_current_stream()
     session.forward_stream = raw
-    pool = base_pool(runner.token_to_kv_pool)
-    writes = session.access(Space.DEVICE, Mode.WRITE, pool, written, Convert(page_size(pool), skip_zero=True))
-    if writes is None:
+    accesses = round_accesses(session, runner, batch, written)
+    if not accesses:
         return None
-    reads = _reads(session, runner, batch, pool)
-    group = getattr(session.local, "round_group", 0) or session.number()
-    accesses = (writes,) if reads is None else (writes, reads)
-    this = session.local.round = Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
+    group = lane.round_group or session.number()
+    this = lane.round = Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
     return this
-
-
-def _reads(session: Session, runner: Any, batch: Any, pool: Any) -> Access | None:
-    """Pages of the batch's requests: one entry of the request table per page, up to each request's length."""
-    lengths = getattr(batch, "seq_lens_cpu", None)
-    table = getattr(getattr(runner, "req_to_token_pool", None), "req_to_token", None)
-    if lengths is None or table is None or not len(lengths):
-        session.unobservable(_READS, "the batch does not say on the host how long its requests are")
-        return None
-    lengths = lengths.numpy() if hasattr(lengths, "numpy") else np.asarray(lengths)  # host memory either way
-    size, longest = page_size(pool), int(lengths.max())
-    limit = session.max_read_ids
-    count = len(lengths) * -(-longest // size)
-    if count > limit:
-        session.unobservable(_READS, f"a round reads more than HICACHE_OBS_READ_IDS={limit} pages")
-        return None
-
-    rows, entries = batch.req_pool_indices, table[:, 0:longest:size]
-    # One gather; which entries are in use is told on the host, where the lengths are known.
-    ids = session.ids(
-        rows, ConvertRows(size, lengths), derive=lambda there: entries.index_select(0, there), count=count
-    )
-    return None if ids is None else Access(Space.DEVICE, Mode.READ, ids, session.pool(pool, Space.DEVICE))
 
 
 def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> None:
@@ -88,7 +59,7 @@ def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> 
 
 def _after_replay(session: Session, _: object, __: object, graphs: Any, *___: Any, **____: Any) -> None:
     """The round is a replay of a captured graph, which may hold an event that is recorded with every replay."""
-    this: Round | None = getattr(session.local, "round", None)
+    this: Round | None = session.local.round
     if this is None:
         return
     this.graph = session.graph(graphs, getattr(graphs, "_replay_graph_key", None))
@@ -98,8 +69,24 @@ def _after_replay(session: Session, _: object, __: object, graphs: Any, *___: An
         this.early = session.event(inside)
 
 
+def _before_draft(session: Session, graphs: Any, batch: Any, *args: Any, **kwargs: Any) -> Round | None:
+    """A draft model's graph is replayed by its own worker, outside of ``ModelRunner.forward``: a round of its own."""
+    return None if session.local.round is not None else _before_forward(session, graphs.model_runner, batch)
+
+
+def _after_draft(session: Session, this: Round | None, _: object, graphs: Any, *__: Any, **___: Any) -> None:
+    _after_replay(session, None, None, graphs)
+    if this is not None:
+        _after_forward(session, this)
+
+
+def _failed_draft(session: Session, this: Round | None) -> None:
+    if this is not None:
+        _after_forward(session, this)
+
+
 def _before_batch(session: Session, scheduler: Any, *_: Any, **__: Any) -> int:
-    outer = int(getattr(session.local, "round_group", 0))
+    outer = session.local.round_group
     session.local.round_group = session.number()
     for attribute, role in (("schedule_stream", "schedule"), ("forward_stream", "forward")):
         stream = getattr(scheduler, attribute, None)
@@ -113,6 +100,20 @@ def _after_batch(session: Session, outer: int, *_: Any, **__: Any) -> None:
 
 
 _RUNNER: Final = "sglang.srt.model_executor"
+_SPECULATIVE: Final = "sglang.srt.speculative"
+
+
+def _draft(name: str, method: str, versions: Versions) -> Adapter:
+    return Adapter(
+        f"{_SPECULATIVE}.{name}.{method}",
+        versions,
+        before=_before_draft,
+        after=_after_draft,
+        failed=_failed_draft,
+        optional=True,
+    )
+
+
 FORWARD_ADAPTERS: Final = (
     Adapter(
         "sglang.srt.managers.scheduler.Scheduler.run_batch",
@@ -141,4 +142,11 @@ FORWARD_ADAPTERS: Final = (
         after=_after_replay,
         hazards=(Hazard.GRAPH,),
     ),
+    _draft("eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner", "replay", Versions("0.5.11", "0.5.14")),
+    _draft("eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner", "execute", Versions("0.5.14")),
+    _draft(
+        "eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner", "replay", Versions("0.5.11", "0.5.14")
+    ),
+    _draft("eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner", "execute", Versions("0.5.14")),
+    _draft("frozen_kv_mtp_cuda_graph_runner.FrozenKVMTPCudaGraphRunner", "execute", Versions("0.5.14")),
 )

@@ -8,25 +8,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from hicache_obs.sglang.adapter import DONE, Adapter
+from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.session import MAX_FAILURES, Session
 
 Around: TypeAlias = Callable[..., Any]
 """``hook(original, *args, **kwargs)``: what SGLang's registry calls an AROUND hook."""
 
 
+class Guard:
+    """Counts the failures of one hook.
+
+    Attributes:
+        off: The hook has failed ``MAX_FAILURES`` times and does nothing any more.
+    """
+
+    __slots__ = ("_adapter", "_session", "off")
+
+    def __init__(self, session: Session, adapter: Adapter) -> None:
+        self._session = session
+        self._adapter = adapter
+        self.off = False
+
+    def failed(self, error: Exception) -> None:
+        """The hook raised. Never raises itself."""
+        target = self._adapter.target
+        if self._session.hook_failed(target, error) >= MAX_FAILURES:
+            self.off = True
+            self._session.unobservable(self._adapter.hazards, f"the hook on {target} failed {MAX_FAILURES} times")
+
+
 def around(session: Session, adapter: Adapter) -> Around:
     """The hook for ``adapter``. It is off after ``MAX_FAILURES`` failures of its own."""
-    target, group = adapter.target, adapter.group
-    before, after, failed = adapter.before, adapter.after, adapter.failed
-    local, counters = session.local, session.counters
-    off = False
-
-    def report(error: Exception) -> None:
-        nonlocal off
-        if session.hook_failed(target, error) >= MAX_FAILURES:
-            off = True
-            session.unobservable(adapter.hazards, f"the hook on {target} failed {MAX_FAILURES} times")
+    guard = Guard(session, adapter)
+    if adapter.direct is not None:
+        direct: Around = adapter.direct(session, guard)
+        return direct
+    before, after, failed, group = adapter.before, adapter.after, adapter.failed, adapter.group
+    lanes, counters = session.lanes, session.counters
 
     def observe(original: Around, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         counters.calls += 1
@@ -35,12 +53,10 @@ def around(session: Session, adapter: Adapter) -> Around:
             try:
                 state = before(session, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
-                report(error)
+                guard.failed(error)
                 return original(*args, **kwargs)
             if session.failures:
                 session.hook_worked()
-            if state is DONE:
-                return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException:
@@ -48,30 +64,31 @@ def around(session: Session, adapter: Adapter) -> Around:
                 try:
                     failed(session, state)
                 except Exception as error:  # noqa: BLE001 as above
-                    report(error)
+                    guard.failed(error)
             raise
         if after is not None:
             try:
                 after(session, state, result, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 as above
-                report(error)
+                guard.failed(error)
             else:
                 if session.failures:
                     session.hook_worked()
         return result
 
     def hook(original: Around, *args: Any, **kwargs: Any) -> Any:
-        if off or not session.recording:
+        if guard.off or not session.recording:
             return original(*args, **kwargs)
         return observe(original, args, kwargs)
 
     def grouped(original: Around, *args: Any, **kwargs: Any) -> Any:
-        if off or getattr(local, group, False) or not session.recording:
+        lane = lanes.lane
+        if guard.off or getattr(lane, group, False) or not session.recording:
             return original(*args, **kwargs)
-        setattr(local, group, True)
+        setattr(lane, group, True)
         try:
             return observe(original, args, kwargs)
         finally:
-            setattr(local, group, False)
+            setattr(lane, group, False)
 
     return grouped if group else hook

@@ -11,16 +11,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from functools import lru_cache
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_obs.recorder.hold_back import late
-from hicache_obs.records import PageIds
+from hicache_obs.records import PageIds, slot_list_head
 
 DEFAULT_RING_IDS: Final = 1 << 20
 _NO_IDS: Final[PageIds] = np.zeros(0, dtype=np.int64)
+
+
+ToWords: TypeAlias = Callable[[PageIds], PageIds]
+"""Makes the slot list of the numbers that were read; a ``Convert`` or a ``ConvertRows``."""
 
 
 class TensorDevice(Protocol):
@@ -36,50 +41,53 @@ class TensorDevice(Protocol):
 
 
 class Convert:
-    """How an index tensor becomes page ids.
+    """How an index tensor becomes a slot list (``records.unpack_slots``).
 
     Args:
         page_size: Slots per page of the pool; 1 if the tensor holds page ids already.
-        first_slots_only: Only pages whose first slot is in the tensor: what an allocation newly hands out.
-        skip_zero: Leave out page 0, to which padded rows write and from which nobody reads.
+        first_slots_only, skip_zero: See ``slot_list_head``.
     """
 
-    __slots__ = ("_first", "_size", "_skip")
+    __slots__ = ("_head",)
 
     def __init__(self, page_size: int, *, first_slots_only: bool = False, skip_zero: bool = False) -> None:
-        self._size = page_size
-        self._first = first_slots_only
-        self._skip = skip_zero
+        self._head = slot_list_head(page_size, first_slots_only=first_slots_only, skip_zero=skip_zero)
 
     def __call__(self, slots: PageIds) -> PageIds:
-        """Unique page ids, ascending, ``(n,) int64``; a fresh array."""
-        if self._size > 1:
-            if self._first:
-                slots = slots[slots % self._size == 0]
-            slots = slots // self._size
-        pages = np.unique(slots.astype(np.int64, copy=False))
-        return pages[1:] if self._skip and len(pages) and pages[0] == 0 else pages
+        """The slot list, a fresh ``(3 + n,) int64``; pages are made of it by whoever reads the ring."""
+        return np.concatenate((self._head, slots), dtype=np.int64, casting="unsafe")
 
 
-class ConvertRows(Convert):
-    """How rows of a request table, one entry per page, become page ids.
+@lru_cache(maxsize=256)
+def convert(page_size: int, *, first_slots_only: bool = False, skip_zero: bool = False) -> Convert:
+    """The ``Convert`` of these arguments."""
+    return Convert(page_size, first_slots_only=first_slots_only, skip_zero=skip_zero)
+
+
+class ConvertRows:
+    """How rows of a request table, one entry per page, become a slot list.
 
     Args:
         page_size: Slots per page.
-        lengths: ``(rows,)`` slots each row has; what lies beyond is left over from other requests.
+        lengths: ``(rows,)`` slots each row has.
     """
 
-    __slots__ = ("_lengths",)
+    __slots__ = ("_head", "_lengths")
 
     def __init__(self, page_size: int, lengths: npt.NDArray[np.integer[Any]]) -> None:
-        super().__init__(page_size, skip_zero=True)
+        self._head = _rows_head(page_size, len(lengths))
         self._lengths = lengths
 
     def __call__(self, slots: PageIds) -> PageIds:
-        """As ``Convert``, of the entries that are in use."""
-        rows = slots.reshape(len(self._lengths), -1)
-        begins = np.arange(rows.shape[1]) * self._size
-        return super().__call__(rows[begins[None, :] < self._lengths[:, None]])
+        """As ``Convert``."""
+        return np.concatenate((self._head, self._lengths, slots), dtype=np.int64, casting="unsafe")
+
+
+@lru_cache(maxsize=4096)
+def _rows_head(page_size: int, rows: int) -> PageIds:
+    head = slot_list_head(page_size, skip_zero=True)
+    head[-1] = rows
+    return head
 
 
 class StagedIds:
@@ -87,7 +95,7 @@ class StagedIds:
 
     __slots__ = ("_convert", "_event", "_ids", "_staged", "_tensor", "begin")
 
-    def __init__(self, staged: Any, tensor: Any, event: Any, convert: Convert, begin: int) -> None:
+    def __init__(self, staged: Any, tensor: Any, event: Any, convert: ToWords, begin: int) -> None:
         self._staged = staged
         self._tensor = tensor
         """Kept alive until the copy is over: its memory must not get a new owner."""
@@ -102,7 +110,7 @@ class StagedIds:
         return self._ids is not None or bool(self._event.query())
 
     def take(self) -> PageIds:
-        """The ids; only once ``ready``."""
+        """The slot list; only once ``ready``."""
         if self._ids is None:
             self._ids = self._convert(self._staged.numpy().reshape(-1))
             self._staged = self._tensor = None
@@ -144,12 +152,12 @@ class PageReader:
     def read(
         self,
         tensor: Any,
-        convert: Convert,
+        convert: ToWords,
         *,
         derive: Callable[[Any], Any] | None = None,
         count: int | None = None,
     ) -> PageIds | None:
-        """Page ids of ``tensor``: at once for a host tensor, as late ids for a device tensor.
+        """Slot list of ``tensor``: at once for a host tensor, a late one for a device tensor.
 
         Args:
             tensor: Integer tensor of slots or page ids, any shape.
@@ -172,7 +180,7 @@ class PageReader:
         return late(staged)
 
     def _stage(
-        self, tensor: Any, convert: Convert, derive: Callable[[Any], Any] | None, count: int
+        self, tensor: Any, convert: ToWords, derive: Callable[[Any], Any] | None, count: int
     ) -> StagedIds | None:
         device = self._device()
         if self._stream is None:

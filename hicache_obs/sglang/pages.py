@@ -11,14 +11,14 @@ from typing import Any, Final
 from hicache_obs.findings import Hazard
 from hicache_obs.records import Mode, Space
 from hicache_obs.sglang.adapter import Adapter
-from hicache_obs.sglang.page_ids import Convert
+from hicache_obs.sglang.page_ids import Convert, convert
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.versions import Versions
 
 _OWNERS: Final = (Hazard.LIFETIME,)
 _PAGED: Final = "PagedTokenToKVPoolAllocator"
 _TOKEN: Final = "TokenToKVPoolAllocator"
-_PAGES: Final = Convert(1, skip_zero=True)
+_PAGES: Final = convert(1, skip_zero=True)
 
 
 def base_pool(pool: Any) -> Any:
@@ -37,8 +37,8 @@ def _after_alloc(session: Session, _: object, slots: Any, allocator: Any, *__: A
     if slots is None:
         return
     pool = base_pool(allocator.get_kvcache())
-    convert = Convert(page_size(pool), first_slots_only=True, skip_zero=True)
-    access = session.access(Space.DEVICE, Mode.WRITE, pool, slots, convert)
+    how = convert(page_size(pool), first_slots_only=True, skip_zero=True)
+    access = session.access(Space.DEVICE, Mode.WRITE, pool, slots, how)
     if access is not None:
         session.recorder.page_alloc(0, access)
 
@@ -53,7 +53,7 @@ def _deferred(allocator: Any) -> bool:
 def _before_free(session: Session, allocator: Any, free_index: Any) -> None:
     if not _deferred(allocator) and free_index.numel():
         pool = base_pool(allocator.get_kvcache())
-        _free(session, pool, free_index, Convert(page_size(pool), skip_zero=True))
+        _free(session, pool, free_index, convert(page_size(pool), skip_zero=True))
 
 
 def _before_release(session: Session, allocator: Any, *page_ids: Any) -> None:
@@ -65,8 +65,8 @@ def _before_release(session: Session, allocator: Any, *page_ids: Any) -> None:
         _free(session, pool, pages, _PAGES)
 
 
-def _free(session: Session, pool: Any, tensor: Any, convert: Convert) -> None:
-    access = session.access(Space.DEVICE, Mode.WRITE, pool, tensor, convert)
+def _free(session: Session, pool: Any, tensor: Any, how: Convert) -> None:
+    access = session.access(Space.DEVICE, Mode.WRITE, pool, tensor, how)
     if access is not None:
         session.recorder.page_free(0, access)
 
@@ -74,13 +74,13 @@ def _free(session: Session, pool: Any, tensor: Any, convert: Convert) -> None:
 def _after_host_alloc(session: Session, _: object, slots: Any, pool: Any, *__: Any, **___: Any) -> None:
     if slots is None:
         return
-    access = session.access(Space.HOST, Mode.WRITE, pool, slots, Convert(page_size(pool)))
+    access = session.access(Space.HOST, Mode.WRITE, pool, slots, convert(page_size(pool)))
     if access is not None:
         session.recorder.page_alloc(0, access)
 
 
 def _before_host_free(session: Session, pool: Any, indices: Any) -> None:
-    access = session.access(Space.HOST, Mode.WRITE, pool, indices, Convert(page_size(pool)))
+    access = session.access(Space.HOST, Mode.WRITE, pool, indices, convert(page_size(pool)))
     if access is not None and indices.numel():
         session.recorder.page_free(0, access)
 

@@ -7,13 +7,13 @@ is recorded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-from hicache_obs.recorder.batch import Batch, Measured
+from hicache_obs.recorder.batch import LAYER_BITS, Batch, Measured
 from hicache_obs.recorder.event_state import EventState
+from hicache_obs.recorder.lane import Lane
 from hicache_obs.records import ALL_LAYERS, Access, Purpose, Work
-from hicache_obs.sglang.adapter import DONE
 from hicache_obs.sglang.session import Session
 from hicache_obs.streams.protocol import Stream
 
@@ -32,7 +32,7 @@ class Round:
         next_layer: First layer of that segment.
         graph: The captured graph that is replayed; negative without one.
         early: Event that the graph records before its accesses.
-        known: The record of each layer event that the round has waited for: a second wait orders nothing more.
+        batch: Its waits for layers that are not in the ring yet.
     """
 
     stream: Stream
@@ -43,36 +43,40 @@ class Round:
     next_layer: int = 0
     graph: int = -1
     early: EventState | None = None
-    known: dict[EventState, int] = field(default_factory=dict)
+    batch: Batch | None = None
 
 
-def wait_for_layer(session: Session, this: Round, waiter: Stream, event: EventState) -> object:
-    """While ``this`` is launched, ``waiter`` is told to wait for the end of a layer's copy. Partner of ``waited``.
+def wait_for_layer(session: Session, lane: Lane, this: Round, stream: Any, event: EventState) -> Round | None:
+    """While ``this`` is launched, a stream is told to wait for the end of a layer's copy. Partner of ``waited``.
+
+    Args:
+        stream: The engine's own object; ``None`` for the current stream.
 
     Returns:
-        ``DONE``, or the round, whose segment behind the wait is to be measured once the wait is issued.
+        The round if its segment behind the wait is to be measured once the wait is issued.
     """
-    if waiter is not this.stream:
-        session.recorder.wait_for_event(waiter, event, Purpose.LAYER)
-        return DONE
-    known = this.known
-    if known.get(event) == event.version:
-        return DONE
-    known[event] = event.version
+    if stream is not this.raw:
+        waiter = session.current_stream() if stream is None else session.stream(stream)
+        if waiter is not this.stream:
+            session.recorder.wait_for_event(waiter, event, Purpose.LAYER)
+            return None
+    if event.waited_by is this and event.waited_version == event.version:
+        return None
+    event.waited_by, event.waited_version = this, event.version
     if this.measured is not None:
         return _wait_measured(session, this, event)
-    batch = session.recorder.batch
-    if batch is None or batch.direction is not None or batch.group != this.group:
+    batch = lane.batch
+    if batch is None or batch is not this.batch:
         batch = _begin_batch(session, this)
-    layer = event.layer
+    steps, layer = batch.steps, event.layer
     if layer > this.next_layer:
-        batch.work(this.next_layer, layer)
+        steps.append(this.next_layer << LAYER_BITS | layer)  # as ``batch.work``: a round has one part
         this.next_layer = layer
-    batch.wait(event)
-    return DONE
+    steps.append(-event.event_id)
+    return None
 
 
-def _wait_measured(session: Session, this: Round, event: EventState) -> object:
+def _wait_measured(session: Session, this: Round, event: EventState) -> Round | None:
     if event.layer > this.next_layer:
         end_segment(session, this, event.layer)
     session.recorder.wait_for_event(this.stream, event, Purpose.LAYER)
@@ -80,7 +84,7 @@ def _wait_measured(session: Session, this: Round, event: EventState) -> object:
         return this
     session.stop_timing(this.measured, this.raw)
     this.measured = None
-    return DONE
+    return None
 
 
 def waited(session: Session, this: Round) -> None:
@@ -93,7 +97,7 @@ def end_segment(session: Session, this: Round, end: int) -> None:
     """What the round has launched since the last segment are its layers up to ``end``."""
     layers = ALL_LAYERS if not this.next_layer and end == ALL_LAYERS[1] else (this.next_layer, end)
     batch = session.recorder.batch
-    if this.measured is None and batch is not None and batch.direction is None and batch.group == this.group:
+    if this.measured is None and batch is not None and batch is this.batch:
         batch.work(*layers)
     else:
         session.stop_timing(this.measured, this.raw)
@@ -104,5 +108,6 @@ def end_segment(session: Session, this: Round, end: int) -> None:
 
 def _begin_batch(session: Session, this: Round) -> Batch:
     batch = session.recorder.begin_batch(this.stream, SITE, this.group, None)
-    batch.use(this.accesses, 0, ())
+    batch.use(this.accesses, 0)
+    this.batch = batch
     return batch

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 from hicache_obs.config import read_setting
 from hicache_obs.findings import Hazard
 from hicache_obs.recorder.batch import Measured
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.hold_back import HoldBack
+from hicache_obs.recorder.lane import Lane, Lanes
 from hicache_obs.recorder.nvtx_ranges import NoRanges
 from hicache_obs.recorder.ring import RingWriter
 from hicache_obs.recorder.ring_directory import create_ring
@@ -33,11 +34,12 @@ from hicache_obs.records import (
     Mode,
     PageIds,
     Ranks,
+    SlotAccess,
     Space,
     StreamId,
     StreamKind,
 )
-from hicache_obs.sglang.page_ids import Convert, PageReader
+from hicache_obs.sglang.page_ids import PageReader, ToWords
 from hicache_obs.streams.protocol import Device, Stream
 
 MAX_FAILURES: Final = 16
@@ -57,6 +59,13 @@ class StreamRef:
     stream_id: StreamId
     name: str
     kind: StreamKind = StreamKind.NONBLOCKING
+
+
+class EventHandles(Protocol):
+    """What keeps events by their handle."""
+
+    def know(self, handle: int, state: EventState) -> None:
+        """The event with this handle is one that a hook has seen."""
 
 
 @dataclass(slots=True)
@@ -84,6 +93,7 @@ class Session:
         mode: Observe, or also issue missing fences.
         role: What the process does; the first word of the ring's name.
         current_stream: The engine's current stream on the calling thread.
+        current_handle: Its handle, where that is quicker to get than the stream; it may give ``None``.
         reader: Reads index tensors.
         ranks: Asked once, when the ring is made.
         timing: Gives the device whose event pairs time rounds, fences and copies; asked until there is one.
@@ -97,6 +107,7 @@ class Session:
         mode: CaptureMode = CaptureMode.OBSERVE,
         role: str = "scheduler",
         current_stream: Callable[[], Any],
+        current_handle: Callable[[], int | None] | None = None,
         reader: PageReader | None = None,
         ranks: Callable[[], Ranks] = Ranks,
         timing: Callable[[], Device | None] | None = None,
@@ -105,7 +116,13 @@ class Session:
         self.engine: Final = engine
         self.enforcing: Final = mode is CaptureMode.ENFORCE
         self.counters: Final = Counters()
-        self.local: Final = threading.local()
+        self.lanes: Final = Lanes()
+        self.ready = False
+        """Whether there is a ring; if not, ``recording`` makes it. One look-up, for hooks ask at every call."""
+        self.gpu_trace: EventHandles | None = None
+        """Wants to know the handles of events, if somebody does."""
+        self.copies: Any = None
+        """The ``CopyCheck`` of this session, from its first copy on."""
         self.missing: Final[dict[Hazard, str]] = {}
         """Why each hazard cannot be observed."""
         self.forward_stream: Any = None
@@ -114,6 +131,7 @@ class Session:
         self._mode = mode
         self._role = role
         self._current_stream = current_stream
+        self._current_handle = current_handle
         self._reader = reader
         self._ranks = ranks
         self._timing = timing
@@ -127,6 +145,8 @@ class Session:
         self._sink: HoldBack | None = None
         self._recorder: ServerRecorder | None = None
         self._streams: dict[int, Stream] = {}
+        self._handles: dict[type, str] = {}
+        """Which attribute of a stream of that class is its handle."""
         self._roles: dict[int, str] = {}
         self._stream_numbers = itertools.count(1)
         self._events: dict[int, tuple[Any, EventState]] = {}
@@ -137,6 +157,11 @@ class Session:
         os.register_at_fork(after_in_child=self._in_child)
 
     # -- state -----------------------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> Lane:
+        """What the calling thread has going on."""
+        return self.lanes.lane
 
     @property
     def recording(self) -> bool:
@@ -174,6 +199,7 @@ class Session:
     def close(self) -> None:
         """Write what is kept back and close the ring; hooks do nothing from now on. Waits for nothing."""
         self._off = True
+        self.ready = False
         with self._lock:
             if self._sink is not None and self._recorder is not None and self._ring is not None:
                 self._recorder.flush_batch()
@@ -203,12 +229,12 @@ class Session:
     @contextmanager
     def quietly(self) -> Iterator[None]:
         """Stream and event calls inside the block are our own: nobody's order, and not recorded."""
-        outer = getattr(self.local, IN_STREAM_CALL, False)
-        setattr(self.local, IN_STREAM_CALL, True)
+        lane = self.lanes.lane
+        outer, lane.in_stream_call = lane.in_stream_call, True
         try:
             yield
         finally:
-            setattr(self.local, IN_STREAM_CALL, outer)
+            lane.in_stream_call = outer
 
     # -- numbers ---------------------------------------------------------------------------------------------
 
@@ -218,7 +244,10 @@ class Session:
 
     def current_stream(self) -> Stream:
         """The calling thread's current stream."""
-        return self.stream(self._current_stream())
+        handle = None if self._current_handle is None else self._current_handle()
+        if handle is None:
+            return self.stream(self._current_stream())
+        return self._streams.get(handle) or self.stream_of(handle)
 
     def graph(self, runner: Any, key: object) -> int:
         """Number of the executable graph that ``runner`` keeps under ``key``."""
@@ -231,18 +260,30 @@ class Session:
         Args:
             role: What the engine uses it for; its name from the first call on that says so.
         """
-        handle = getattr(stream, "cuda_stream", None)
-        if handle is None:
-            handle = getattr(stream, "stream_id", None)
-        if handle is None:
-            handle = getattr(stream, _MARK, None)
-            if handle is None:
-                handle = next(self._stream_numbers)
-                setattr(stream, _MARK, handle)
+        try:
+            handle = getattr(stream, self._handles[type(stream)])
+        except (KeyError, AttributeError):
+            handle = self._handle(stream)
         known = self._streams.get(handle)
         if known is None or (role and handle not in self._roles):
             known = self._name_stream(int(handle), role, legacy=not handle and hasattr(stream, "cuda_stream"))
         return known
+
+    def stream_of(self, handle: int) -> Stream:
+        """The stream with this handle, of which there is no object of the engine's."""
+        return self._streams.get(handle) or self._name_stream(handle, "", legacy=not handle)
+
+    def _handle(self, stream: Any) -> Any:
+        """The handle of a stream of a class that is not known yet, or that has none of its own and is not numbered."""
+        for name in ("cuda_stream", "stream_id"):
+            handle = getattr(stream, name, None)
+            if handle is not None:
+                self._handles[type(stream)] = name
+                return handle
+        self._handles[type(stream)] = _MARK
+        handle = next(self._stream_numbers)
+        setattr(stream, _MARK, handle)
+        return handle
 
     def event(self, event: Any) -> EventState:
         """What the recorder keeps about ``event``."""
@@ -277,26 +318,30 @@ class Session:
             )
         return known[1]
 
-    def access(self, space: Space, mode: Mode, pool: Any, tensor: Any, convert: Convert) -> Access | None:
+    def access(self, space: Space, mode: Mode, pool: Any, tensor: Any, convert: ToWords) -> Access | None:
         """``tensor``'s pages of ``pool``; ``None`` if they are lost, which is then counted."""
         ids = self.ids(tensor, convert)
-        return None if ids is None else Access(space, mode, ids, self.pool(pool, space))
+        return None if ids is None else SlotAccess(space, mode, ids, self.pool(pool, space))
 
     def ids(
         self,
         tensor: Any,
-        convert: Convert,
+        convert: ToWords,
         *,
         derive: Callable[[Any], Any] | None = None,
         count: int | None = None,
     ) -> PageIds | None:
-        """Page ids of an index tensor, perhaps late ones; ``None`` if they are lost, which is then counted.
+        """Slot list of an index tensor, perhaps late; ``None`` if it is lost, which is then counted.
 
         See ``PageReader.read`` for the arguments.
         """
         assert self._reader is not None
-        with self.quietly():
+        lane = self.lanes.lane
+        outer, lane.in_stream_call = lane.in_stream_call, True  # as ``quietly``, which costs more than all else here
+        try:
             ids = self._reader.read(tensor, convert, derive=derive, count=count)
+        finally:
+            lane.in_stream_call = outer
         if ids is None and self._sink is not None:
             self._sink.drop(DropReason.ARENA_FULL)
         return ids
@@ -365,11 +410,14 @@ class Session:
                 self._sink = sink = HoldBack(ring)
                 if self._reader is not None:
                     self._reader.on_late = sink.expect
-                self._recorder = ServerRecorder(self._sink, clock=time.monotonic_ns, ranges=NoRanges())
+                self._recorder = ServerRecorder(
+                    self._sink, clock=time.monotonic_ns, ranges=NoRanges(), lanes=self.lanes
+                )
                 self._recorder.define_engine(self.engine)
                 self._state_observable()
                 threading.Thread(target=self._flush_until_closed, name="hicache-obs-flush", daemon=True).start()
                 self._on_open(self)
+                self.ready = True
             except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
                 self._switch_off(f"{type(error).__name__}: {error}")
                 return False
@@ -377,6 +425,7 @@ class Session:
 
     def _switch_off(self, reason: str) -> None:
         self._off = True
+        self.ready = False
         _LOG.error("hicache-obs: nothing is recorded from now on: %s", reason)
 
     def _state_observable(self) -> None:
@@ -394,7 +443,7 @@ class Session:
         assert sink is not None
         assert recorder is not None
         assert ring is not None
-        setattr(self.local, IN_STREAM_CALL, True)  # this thread's event queries are our own
+        self.lanes.lane.in_stream_call = True  # this thread's event queries are our own
         stated = 0
         while ring.writable and not self._off:
             time.sleep(FLUSH_S)
@@ -421,3 +470,4 @@ class Session:
         self._lock = threading.RLock()
         if self._ring is not None:
             self._off = True
+            self.ready = False

@@ -13,7 +13,7 @@ from typing import Any, Final
 from hicache_obs.findings import Hazard
 from hicache_obs.records import IoKind, Mode, Space
 from hicache_obs.sglang.adapter import Adapter
-from hicache_obs.sglang.page_ids import Convert
+from hicache_obs.sglang.page_ids import convert
 from hicache_obs.sglang.pages import page_size
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.versions import Versions
@@ -105,7 +105,7 @@ def _begin(session: Session, controller: Any, operation: Any, kind: IoKind, site
         return None
     pool = _storage_pool(controller)
     mode = Mode.WRITE if kind is IoKind.STORAGE_READ else Mode.READ
-    access = session.access(Space.HOST, mode, pool, indices, Convert(page_size(pool)))
+    access = session.access(Space.HOST, mode, pool, indices, convert(page_size(pool)))
     return None if access is None else session.recorder.io_begin(kind, (access,), site=site)
 
 

@@ -2,21 +2,26 @@
 
 ``wait_stream`` of torch is a record and a wait of a fresh event; the group makes that one record. Calls made while a
 graph is captured become part of the graph, not of the timeline, and are left out.
+
+Records and waits are what a server calls most, so their hooks are whole ones (``Adapter.direct``): one closure and one
+packed record each, instead of the guard's layers.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.batch import Measured
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.recorder import StreamMark
+from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
 from hicache_obs.records import Purpose
-from hicache_obs.sglang.adapter import DONE, Adapter
-from hicache_obs.sglang.rounds import Round, wait_for_layer, waited
+from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.guard import Around, Guard
+from hicache_obs.sglang.rounds import wait_for_layer, waited
 from hicache_obs.sglang.session import IN_STREAM_CALL, Session
 
 ORDERED: Final = tuple(hazard for hazard in Hazard if hazard is not Hazard.TP_DIVERGENCE)
@@ -30,24 +35,24 @@ def stream_adapters(stream: str, event: str, *, optional: bool = False) -> tuple
         optional: The classes may lack a method (torch's CPU module does): that costs nothing.
     """
 
-    def row(name: str, before: Any = None, after: Any = None, failed: Any = None, *, vital: bool = True) -> Adapter:
+    def row(name: str, before: Any = None, after: Any = None, *, direct: Any = None, vital: bool = True) -> Adapter:
         return Adapter(
             name,
             before=before,
             after=after,
-            failed=failed,
+            direct=direct,
             hazards=ORDERED if vital and not optional else (),
             group=IN_STREAM_CALL,
             optional=optional,
         )
 
     return (
-        row(f"{stream}.wait_stream", _wait_stream, _after_wait_stream),
-        row(f"{stream}.wait_event", _wait_event, _after_event_wait),
+        row(f"{stream}.wait_stream", direct=_wait_stream),
+        row(f"{stream}.wait_event", direct=_stream_waits),
         row(f"{stream}.synchronize", _before_stream_sync, _after_stream_sync),
         row(f"{stream}.query", _before_stream_query, _after_stream_query, vital=False),
-        row(f"{event}.record", _before_record, _after_record, _after_record),
-        row(f"{event}.wait", _event_wait, _after_event_wait),
+        row(f"{event}.record", direct=_record),
+        row(f"{event}.wait", direct=_event_waits),
         row(f"{event}.synchronize", _before_event_sync, _after_event_sync),
         row(f"{event}.query", _before_event_sync, _after_event_query),
         row(f"{event}.elapsed_time", _before_elapsed, _after_elapsed, vital=False),
@@ -61,91 +66,174 @@ def device_sync_adapter(target: str) -> Adapter:
 
 def capturing() -> bool:
     """Whether the current stream is being captured into a graph. Never initialises a device."""
-    cuda = _cuda()
-    return cuda is not None and cuda.is_initialized() and bool(cuda.is_current_stream_capturing())
+    ask = capture_question()
+    return ask is not None and ask()
 
 
 @cache
-def _cuda() -> Any:
-    """``torch.cuda`` where this torch has it; asked once, for hooks ask at every call."""
+def capture_question() -> Callable[[], bool] | None:
+    """What answers ``capturing``; ``None`` where this torch has no graphs to capture. Asked once per hook."""
     torch = sys.modules.get("torch")
-    return torch.cuda if torch is not None and (torch.version.cuda or torch.version.hip) else None
+    if torch is None or not (torch.version.cuda or torch.version.hip):
+        return None
+    cuda = torch.cuda
+
+    def ask() -> bool:
+        return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+    return ask
 
 
-def _purpose(session: Session) -> Purpose:
-    purpose: Purpose | None = getattr(session.local, "purpose", None)
-    return Purpose.PLAIN if purpose is None else purpose
+def _record(session: Session, guard: Guard) -> Around:
+    """``Event.record``. A layer's event, recorded where its copy was launched, goes into the ring with the copies."""
+    lanes, counters, in_graph = session.lanes, session.counters, capture_question()
+
+    def hook(original: Around, event: Any, *args: Any, **kwargs: Any) -> Any:
+        lane = lanes.lane
+        if lane.in_stream_call or guard.off or not (session.ready or session.recording):
+            return original(event, *args, **kwargs)
+        counters.calls += 1
+        state: EventState | None = None
+        try:
+            try:
+                known = event._hicache_obs
+            except AttributeError:
+                known = session.event(event)
+            if known.layer >= 0 and not args and (batch := lane.batch) is not None and batch.direction is not None:
+                batch.record(known)
+            elif in_graph is None or not in_graph():
+                raw = args[0] if args else kwargs.get("stream")
+                where = session.current_stream() if raw is None else session.stream(raw)
+                state = known
+                session.recorder.put(lane, EVENT_RECORD, known.event_id, where, None, known)
+            if session.failures:
+                session.hook_worked()
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            guard.failed(error)
+        lane.in_stream_call = True
+        try:
+            return original(event, *args, **kwargs)
+        finally:
+            lane.in_stream_call = False
+            if state is not None:
+                state.version += 1  # no other thread comes in between here: there is no call
+                if session.gpu_trace is not None:
+                    _know_handle(session, guard, event, state)
+
+    return hook
 
 
-def _wait_stream(session: Session, waiter: Any, on: Any, *_: Any, purpose: Purpose | None = None, **__: Any) -> object:
-    """``purpose`` is what our own stream protocol adds; torch has no such argument."""
-    if not capturing():
-        why = _purpose(session) if purpose is None else purpose
-        fence = why in (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
-        measured = session.start_timing(waiter) if fence else None
-        session.recorder.wait_for_stream(session.stream(waiter), session.stream(on), why, measured)
-        return DONE if measured is None else (measured, waiter)
-    return DONE
+def _know_handle(session: Session, guard: Guard, event: Any, state: EventState) -> None:
+    """An event has a handle from its first record on."""
+    try:
+        if session.gpu_trace is not None:
+            session.gpu_trace.know(int(event.cuda_event), state)
+    except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+        guard.failed(error)
 
 
-def _after_wait_stream(session: Session, begun: tuple[Measured, Any], *_: Any, **__: Any) -> None:
-    session.stop_timing(*begun)
+def _stream_waits(session: Session, guard: Guard) -> Around:
+    """``Stream.wait_event``."""
+    wait = _waits(session, guard)
+
+    def hook(original: Around, stream: Any, *args: Any, **kwargs: Any) -> Any:
+        return wait(original, stream, args[0] if args else kwargs.get("event"), (stream, *args), kwargs)
+
+    return hook
 
 
-def _wait_event(
-    session: Session, stream: Any, event: Any, *_: Any, purpose: Purpose | None = None, **__: Any
-) -> object:
-    state = session.event(event)
-    this = getattr(session.local, "round", None) if state.layer >= 0 else None
-    if this is not None:
-        return wait_for_layer(session, this, session.stream(stream), state)
-    if not capturing():
-        why = _event_purpose(session, state) if purpose is None else purpose
-        session.recorder.wait_for_event(session.stream(stream), state, why)
-    return DONE
+def _event_waits(session: Session, guard: Guard) -> Around:
+    """``Event.wait``: of the current stream, if none is given."""
+    wait = _waits(session, guard)
+
+    def hook(original: Around, event: Any, *args: Any, **kwargs: Any) -> Any:
+        return wait(original, args[0] if args else kwargs.get("stream"), event, (event, *args), kwargs)
+
+    return hook
 
 
-def _event_wait(session: Session, event: Any, stream: Any = None, *_: Any) -> object:
-    state = session.event(event)
-    this = getattr(session.local, "round", None) if state.layer >= 0 else None
-    if this is None and capturing():
-        return DONE
-    waiter = session.current_stream() if stream is None else session.stream(stream)
-    if this is not None:
-        return wait_for_layer(session, this, waiter, state)
-    session.recorder.wait_for_event(waiter, state, _event_purpose(session, state))
-    return DONE
+def _waits(session: Session, guard: Guard) -> Callable[[Around, Any, Any, tuple[Any, ...], dict[str, Any]], Any]:
+    lanes, counters, in_graph = session.lanes, session.counters, capture_question()
+
+    def wait(original: Around, stream: Any, event: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lane = lanes.lane
+        if lane.in_stream_call or guard.off or not (session.ready or session.recording):
+            return original(*args, **kwargs)
+        counters.calls += 1
+        measured = None
+        try:
+            try:
+                state = event._hicache_obs
+            except AttributeError:
+                state = session.event(event)
+            this = lane.round if state.layer >= 0 else None
+            if this is not None:
+                measured = wait_for_layer(session, lane, this, stream, state)
+            elif in_graph is None or not in_graph():
+                purpose = kwargs.get("purpose") if kwargs else None  # what our own stream protocol adds
+                if purpose is None:
+                    purpose = _event_purpose(lane.purpose, state)
+                waiter = session.current_stream() if stream is None else session.stream(stream)
+                session.recorder.put(lane, EVENT_WAIT | purpose << 16, state.event_id, waiter)
+            if session.failures:
+                session.hook_worked()
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            guard.failed(error)
+        lane.in_stream_call = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            lane.in_stream_call = False
+            if measured is not None:
+                waited(session, measured)
+
+    return wait
 
 
-def _after_event_wait(session: Session, this: Round, *_: Any, **__: Any) -> None:
-    waited(session, this)
-
-
-def _event_purpose(session: Session, event: EventState) -> Purpose:
+def _event_purpose(purpose: Purpose | None, event: EventState) -> Purpose:
     """Inside a submission the fence is the wait for a stream; the wait for an event is that for its start."""
     if event.layer >= 0:
         return Purpose.LAYER
-    purpose = _purpose(session)
-    return Purpose.START if purpose in (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE) else purpose
+    return Purpose.START if purpose in _FENCES else purpose or Purpose.PLAIN
 
 
-def _before_record(session: Session, event: Any, stream: Any = None, *_: Any) -> object:
-    """A layer's event, recorded where the layer's copy was launched, goes into the ring with the copies."""
-    state = session.event(event)
-    if state.layer >= 0 and stream is None:
-        batch = session.recorder.batch
-        if batch is not None and batch.direction is not None:
-            batch.record(state)
-            return DONE
-    if capturing():
-        return DONE
-    where = session.current_stream() if stream is None else session.stream(stream)
-    session.recorder.begin_event_record(state, lambda: where)
-    return state
+_FENCES: Final = (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
 
 
-def _after_record(session: Session, state: EventState, *_: Any, **__: Any) -> None:
-    session.recorder.end_event_record(state)
+def _wait_stream(session: Session, guard: Guard) -> Around:
+    """``Stream.wait_stream``; one that is a fence is timed."""
+    lanes, counters, in_graph = session.lanes, session.counters, capture_question()
+
+    def hook(original: Around, waiter: Any, *args: Any, **kwargs: Any) -> Any:
+        lane = lanes.lane
+        if lane.in_stream_call or guard.off or not (session.ready or session.recording):
+            return original(waiter, *args, **kwargs)
+        counters.calls += 1
+        measured = None
+        try:
+            if in_graph is None or not in_graph():
+                why = kwargs.get("purpose") if kwargs else None  # as above
+                if why is None:
+                    why = lane.purpose or Purpose.PLAIN
+                waiting, other = session.stream(waiter), session.stream(args[0] if args else kwargs["stream"])
+                measured = session.start_timing(waiter) if why in _FENCES else None
+                if measured is not None:
+                    session.recorder.wait_for_stream(waiting, other, why, measured)
+                else:
+                    session.recorder.put(lane, WAIT_STREAM | why << 16, waiting.stream_id, other, waiting)
+            if session.failures:
+                session.hook_worked()
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            guard.failed(error)
+        lane.in_stream_call = True
+        try:
+            return original(waiter, *args, **kwargs)
+        finally:
+            lane.in_stream_call = False
+            if measured is not None:
+                session.stop_timing(measured, waiter)
+
+    return hook
 
 
 def _before_event_sync(session: Session, event: Any, *_: Any) -> tuple[EventState, int]:

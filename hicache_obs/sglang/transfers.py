@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.batch import Measured
+from hicache_obs.recorder.batch import LAYER_BITS, Measured
 from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, Purpose, Space, Work
-from hicache_obs.sglang.adapter import DONE, Adapter
+from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.copy_check import CopyCheck
 from hicache_obs.sglang.fences import add_load_fence, add_write_fence
-from hicache_obs.sglang.page_ids import Convert
+from hicache_obs.sglang.guard import Around, Guard
+from hicache_obs.sglang.page_ids import convert
 from hicache_obs.sglang.pages import page_size
 from hicache_obs.sglang.rounds import TIME_EVERY
 from hicache_obs.sglang.session import Session
@@ -35,7 +37,7 @@ WRITE_BACK: Final = "write-back"
 
 def _enter(path: str) -> Callable[..., str | None]:
     def before(session: Session, *_: Any, **__: Any) -> str | None:
-        outer: str | None = getattr(session.local, "path", None)
+        outer: str | None = session.local.path
         session.local.path = outer or path
         return outer
 
@@ -48,7 +50,7 @@ def _leave(session: Session, outer: str | None, *_: Any, **__: Any) -> None:
 
 def _before_start_loading(session: Session, controller: Any) -> tuple[str | None, Purpose | None]:
     outer = _enter(LOAD_BACK)(session)
-    purpose = getattr(session.local, "purpose", None)
+    purpose = session.local.purpose
     if controller.load_queue:
         session.local.transfer = session.number()
         stream = load_stream(controller)
@@ -63,7 +65,7 @@ def _before_start_loading(session: Session, controller: Any) -> tuple[str | None
 
 def _before_start_writing(session: Session, controller: Any) -> tuple[str | None, Purpose | None]:
     outer = _enter(WRITE_BACK)(session)
-    purpose = getattr(session.local, "purpose", None)
+    purpose = session.local.purpose
     if controller.write_queue:
         session.local.transfer = session.number()
         stream = write_stream(controller)
@@ -101,7 +103,7 @@ def _before_submit_write(session: Session, engine: Any, *_: Any, **__: Any) -> N
 def _before_submit(session: Session, stream: Any, role: str, add_fence: Callable[[Session, Any], None]) -> None:
     """A path that goes straight to the engine: nobody has fenced it, and it has no transfer number yet."""
     session.stream(stream, role)
-    if getattr(session.local, "purpose", None) not in (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE):
+    if session.local.purpose not in (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE):
         session.local.transfer = session.number()
         if session.enforcing:
             add_fence(session, stream)
@@ -119,43 +121,69 @@ class _Copy:
 # -- copies ----------------------------------------------------------------------------------------------------
 
 
-def _before_load_layer(
-    session: Session,
-    host_pool: Any,
-    device_pool: Any,
-    host_indices: Any,
-    device_indices: Any,
-    layer_id: int,
-    *_: Any,
-    **__: Any,
-) -> object:
+def _load_layer(session: Session, guard: Guard) -> Around:
     """A layer of a load-back. All layers of one run on the stream that is current at its first."""
-    batch = session.recorder.batch
-    if batch is not None and batch.same and batch.group == getattr(session.local, "transfer", 0):
-        pool, there, here = batch.same
-        if there is host_indices and here is device_indices and pool is host_pool:
-            batch.work(layer_id, layer_id + 1)
-            return DONE
-    return _first_of_layers(session, host_pool, device_pool, host_indices, device_indices, int(layer_id))
+    lanes, counters = session.lanes, session.counters
+
+    def hook(original: Around, *args: Any, **kwargs: Any) -> Any:
+        lane = lanes.lane
+        if lane.in_copy or guard.off or not (session.ready or session.recording):
+            return original(*args, **kwargs)
+        counters.calls += 1
+        copy = None
+        try:
+            host_pool, device_pool, there, here, layer = args[:5] if len(args) > 4 else _named(args, kwargs)
+            batch = lane.batch
+            if (
+                batch is not None
+                and batch.here is here
+                and batch.there is there
+                and batch.pool is host_pool
+                and batch.group == lane.transfer
+            ):
+                batch.steps.append(batch.work_base | layer << LAYER_BITS | layer + 1)
+            else:
+                copy = _first_of_layers(session, host_pool, device_pool, there, here, int(layer))
+            if session.failures:
+                session.hook_worked()
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            guard.failed(error)
+        lane.in_copy = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            lane.in_copy = False
+        if copy is not None:
+            try:
+                _after_copy(session, copy)
+            except Exception as error:  # noqa: BLE001 as above
+                guard.failed(error)
+        return result
+
+    return hook
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("host_pool", "device_pool", "host_indices", "device_indices", "layer_id")
+    return (*args, *(kwargs[name] for name in names[len(args) :]))
 
 
 def _first_of_layers(
     session: Session, host_pool: Any, device_pool: Any, host_indices: Any, device_indices: Any, layer: int
-) -> object:
+) -> _Copy | None:
     """A layer with other pages than the one before: the rest that has them is batched with it, unless it is timed."""
     layers = (layer, layer + 1)
     copy = _copy(session, host_pool, device_pool, host_indices, device_indices, layers, Direction.HOST_TO_DEVICE)
-    if copy is None:
-        return DONE
-    if copy.measured is not None:
+    if copy is None or copy.measured is not None:
         return copy
     work, recorder, stream = copy.work, session.recorder, session.stream(copy.stream)
     batch = recorder.batch
     if batch is None or batch.stream is not stream or batch.group != work.group or batch.site != work.site:
         batch = recorder.begin_batch(stream, work.site, work.group, work.direction)
-    batch.use(work.accesses, work.size_bytes, (host_pool, host_indices, device_indices))
+    batch.use(work.accesses, work.size_bytes)
+    batch.pool, batch.there, batch.here = host_pool, host_indices, device_indices
     batch.work(*layers)
-    return DONE
+    return None
 
 
 def _before_backup_all(
@@ -176,10 +204,10 @@ def _copy(
     accesses = _accesses(session, host_pool, device_pool, host_indices, device_indices, direction)
     if accesses is None:
         return None
-    path = getattr(session.local, "path", None) or "direct"
+    path = session.local.path or "direct"
     count = 1 if layers is ALL_LAYERS else max(1, getattr(host_pool, "layer_num", 1))
     size_bytes = int(host_indices.numel() * getattr(host_pool, "size_per_token", 0) // count)
-    work = Work(f"{path} copy", accesses, layers, getattr(session.local, "transfer", 0), direction, size_bytes)
+    work = Work(f"{path} copy", accesses, layers, session.local.transfer, direction, size_bytes)
     stream = session.raw_current_stream()
     timed = layers is ALL_LAYERS or work.group % TIME_EVERY == 0
     return _Copy(work, stream, session.start_timing(stream) if timed else None)
@@ -189,16 +217,18 @@ def _after_copy(session: Session, copy: _Copy | None, *_: Any, **__: Any) -> Non
     """The copy is launched: it goes into the ring with what was measured around it."""
     if copy is not None:
         session.stop_timing(copy.measured, copy.stream)
-        session.recorder.enqueue(session.stream(copy.stream), copy.work, copy.measured)
+        check = session.copies
+        if check is None:
+            check = session.copies = CopyCheck(session)
+        measured = check.watch(copy.measured, copy.work.size_bytes)
+        session.recorder.enqueue(session.stream(copy.stream), copy.work, measured)
 
 
 def _accesses(
     session: Session, host_pool: Any, device_pool: Any, host_indices: Any, device_indices: Any, direction: Direction
 ) -> tuple[Access, ...] | None:
     """What one copy touches; the same object for all layers of a transfer, so that its pages are stored once."""
-    remembered: dict[tuple[int, ...], tuple[Any, ...]] | None = getattr(session.local, "copies", None)
-    if remembered is None:
-        remembered = session.local.copies = {}
+    remembered = session.local.copies
     key = (id(host_indices), id(device_indices), id(host_pool), id(device_pool), direction)
     known = remembered.get(key)
     if known is not None:
@@ -208,9 +238,9 @@ def _accesses(
         session.unobservable((*_LOADS, *_WRITES), "the device pool moves pages: its ids are virtual")
     load = direction is Direction.HOST_TO_DEVICE
     host_mode, device_mode = (Mode.READ, Mode.WRITE) if load else (Mode.WRITE, Mode.READ)
-    from_host = session.access(Space.HOST, host_mode, host_pool, host_indices, Convert(page_size(host_pool)))
-    convert = Convert(page_size(device_pool), skip_zero=True)
-    on_device = session.access(Space.DEVICE, device_mode, device_pool, device_indices, convert)
+    from_host = session.access(Space.HOST, host_mode, host_pool, host_indices, convert(page_size(host_pool)))
+    how = convert(page_size(device_pool), skip_zero=True)
+    on_device = session.access(Space.DEVICE, device_mode, device_pool, device_indices, how)
     accesses = None if from_host is None or on_device is None else (from_host, on_device)
     while len(remembered) >= _REMEMBERED:
         del remembered[next(iter(remembered))]
@@ -225,7 +255,7 @@ def _accesses(
 def _know_layers(session: Session, controller: Any) -> None:
     """Mark the events that end the controller's layers: a wait for one of them is a wait for that layer."""
     counter = getattr(controller, "layer_done_counter", None)
-    if getattr(session.local, "counter", None) is counter:
+    if session.local.counter is counter and counter is not None:
         return
     try:
         for loading in counter.events:  # type: ignore[union-attr] # without a counter it is the error below
@@ -292,8 +322,7 @@ def _copies(module: str, pool: str, versions: Versions) -> tuple[Adapter, ...]:
         Adapter(
             f"{module}.{pool}.load_to_device_per_layer",
             versions,
-            before=_before_load_layer,
-            after=_after_copy,
+            direct=_load_layer,
             hazards=_LOADS,
             group=group,
         ),
@@ -328,8 +357,7 @@ TRANSFER_ADAPTERS: Final = (
     Adapter(
         f"{_BASE}.load_to_device_per_layer_physical",
         Versions("0.5.21"),
-        before=_before_load_layer,
-        after=_after_copy,
+        direct=_load_layer,
         hazards=_LOADS,
         group="in_copy",
     ),

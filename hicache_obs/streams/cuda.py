@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 
@@ -23,6 +23,7 @@ from hicache_obs.streams.cuda_clock import Clock
 from hicache_obs.streams.cuda_hold import Hold
 from hicache_obs.streams.cuda_module import DeviceModule, RawEvent, RawStream
 from hicache_obs.streams.cuda_probe import CudaProbe, PairPool
+from hicache_obs.streams.graph import Entry, checked, matched
 from hicache_obs.streams.handles import own
 from hicache_obs.streams.launching import failure, refuse_in_launch, run_launched
 
@@ -40,10 +41,10 @@ class CudaEvent:
 
     __slots__ = ("_recorded", "device", "enable_timing", "raw")
 
-    def __init__(self, device: CudaDevice, *, enable_timing: bool) -> None:
+    def __init__(self, device: CudaDevice, *, enable_timing: bool, raw: RawEvent | None = None) -> None:
         self.device: Final = device
         self.enable_timing: Final = enable_timing
-        self.raw: Final = device.module.Event(enable_timing=enable_timing)
+        self.raw: Final = device.module.Event(enable_timing=enable_timing) if raw is None else raw
         self._recorded = False
 
     def record(self, stream: protocol.Stream | None = None) -> None:
@@ -151,6 +152,18 @@ class CudaStream:
         self.raw.wait_event(raw)
         if mine is not None:
             mine.end(self.raw)
+
+
+class CudaGraph:
+    """A captured CUDA graph and the events that it records itself."""
+
+    __slots__ = ("entries", "events", "number", "raw")
+
+    def __init__(self, number: int, entries: Sequence[Entry], raw: Any, events: Sequence[CudaEvent]) -> None:
+        self.number: Final = number
+        self.entries: Final = tuple(entry is None for entry in entries)
+        self.raw: Final = raw
+        self.events: Final = tuple(events)
 
 
 class CudaGate:
@@ -297,6 +310,55 @@ class CudaDevice:
             if mine is not None and raw is not None:
                 mine.end(raw)
 
+    def capture(self, number: int, entries: Sequence[Entry]) -> CudaGraph:
+        """See ``protocol.Device.capture``. Blocks until the device is idle.
+
+        Raises:
+            StreamError: A function did what cannot be captured, a synchronization for one.
+        """
+        refuse_in_launch("Device.capture")
+        module = cast(Any, self.module)
+        raw, side = module.CUDAGraph(), self.module.Stream()
+        events: list[CudaEvent] = []
+        site = f"capture of graph {number}"
+        try:
+            with module.graph(raw, stream=side):
+                for entry in checked(entries):
+                    if entry is None:
+                        event = module.Event(external=True)  # recorded by every replay, not by the capture
+                        event.record(side)
+                        events.append(CudaEvent(self, enable_timing=False, raw=event))
+                    else:
+                        run_launched(entry, site)
+        except Exception as error:
+            raise failure(site, error) from error
+        return CudaGraph(number, entries, raw, events)
+
+    def replay(
+        self,
+        graph: protocol.Graph,
+        work: Work,
+        nodes: Sequence[Work | None],
+        *,
+        probes: tuple[protocol.Probe, protocol.Probe] | None = None,
+    ) -> None:
+        """See ``protocol.Device.replay``: CUDA itself orders replays of one graph. The probes are around the whole."""
+        refuse_in_launch("Device.replay")
+        if not isinstance(graph, CudaGraph):
+            raise StreamError(f"replay of {graph!r}: was not captured on this device")
+        matched([None if record else _captured for record in graph.entries], nodes)
+        stream = self.module.current_stream()
+        first, last = (None, None) if probes is None else (own(CudaProbe, probe, self) for probe in probes)
+        if first is not None:
+            first.begin(stream)
+            if last is not first:
+                first.end(stream)
+        graph.raw.replay()
+        if last is not None:
+            if last is not first:
+                last.begin(stream)
+            last.end(stream)
+
     def record_stream(self, tensor: object, stream: protocol.Stream) -> None:
         """See ``protocol.Device.record_stream``."""
         cast(Any, tensor).record_stream(own(CudaStream, stream, self).raw)
@@ -333,6 +395,10 @@ class CudaDevice:
         name = name or ("default" if legacy else f"stream {handle:#x}")
         with self._lock:
             return self._streams.setdefault(handle, CudaStream(self, handle, raw, name, kind))
+
+
+def _captured() -> None:
+    """Stands for a function that was captured."""
 
 
 def _handle(raw: RawStream) -> StreamId:

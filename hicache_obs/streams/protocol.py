@@ -11,7 +11,7 @@ a device (``hicache_obs.recorder.recorded``), and an engine that is not observed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -96,6 +96,18 @@ class Gate(Protocol):
         """Block the host until ``blocks(stream)`` or ``done`` is complete; False if neither in time."""
 
 
+class Graph(Protocol):
+    """Captured work (``hicache_obs.streams.graph``); made by ``Device.capture``."""
+
+    @property
+    def number(self) -> int:
+        """Names it in records."""
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """One per external record among its entries, in order; recorded by each replay."""
+
+
 _Stream: TypeAlias = Stream
 """Inside ``Device`` the name ``Stream`` is the method."""
 
@@ -135,6 +147,24 @@ class Device(Protocol):
 
         ``fn`` runs later, on another thread, or (``cuda``) at once, enqueueing kernels on the current stream.
         ``work`` says what it touches; only the virtual device reads it (cost from ``size_bytes``).
+        """
+
+    def capture(self, number: int, entries: Sequence[Callable[[], None] | None]) -> Graph:
+        """A graph of ``entries``; nothing runs. ``None``: an external record. May block until the device is idle.
+
+        On ``cuda`` each function is called once, while the capture is on; otherwise in every replay.
+        """
+
+    def replay(
+        self, graph: Graph, work: Work, nodes: Sequence[Work | None], *, probes: tuple[Probe, Probe] | None = None
+    ) -> None:
+        """Enqueue one replay on the current stream, after earlier replays of the graph on any stream.
+
+        Args:
+            graph: Captured on this device.
+            work: The replay as a whole; its accesses are those of the nodes.
+            nodes: What each entry touches this time, ``None`` for each external record.
+            probes: Around the first and the last entry that is work; one object if that is the same entry.
         """
 
     def record_stream(self, tensor: object, stream: _Stream) -> None:

@@ -16,13 +16,14 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
 from hicache_obs.errors import StreamError
 from hicache_obs.records import Purpose, StreamId, StreamKind, Work
 from hicache_obs.streams import protocol
+from hicache_obs.streams.graph import Entry, EntryList, replay_entries
 from hicache_obs.streams.handles import CurrentStream, own, refuse_legacy
 from hicache_obs.streams.launching import refuse_in_launch
 from hicache_obs.streams.workers import Crew, Latch, Op, Probe, Record, Wait, Worker
@@ -241,6 +242,25 @@ class ThreadsDevice:
         op = Op(fn, work.site, None if probe is None else self.take(probe))
         with self.crew.lock:
             worker.put(op)
+
+    def capture(self, number: int, entries: Sequence[Entry]) -> EntryList:
+        """See ``protocol.Device.capture``."""
+        refuse_in_launch("Device.capture")
+        return EntryList(number, entries, self.Event)
+
+    def replay(
+        self,
+        graph: protocol.Graph,
+        work: Work,
+        nodes: Sequence[Work | None],
+        *,
+        probes: tuple[protocol.Probe, protocol.Probe] | None = None,
+    ) -> None:
+        """See ``protocol.Device.replay``. Replays of one graph come from one host thread at a time."""
+        refuse_in_launch("Device.replay")
+        if not isinstance(graph, EntryList):
+            raise StreamError(f"replay of {graph!r}: was not captured on this device")
+        replay_entries(self, graph, nodes, probes)
 
     def record_stream(self, tensor: object, stream: protocol.Stream) -> None:
         """Nothing: host tensors have no caching allocator."""

@@ -9,7 +9,7 @@ can reverse any unordered pair without holding a stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -17,6 +17,7 @@ from hicache_obs.errors import StreamError
 from hicache_obs.records import Purpose, StreamId, StreamKind, Work
 from hicache_obs.streams import protocol
 from hicache_obs.streams.cost import CostModel
+from hicache_obs.streams.graph import Entry, EntryList, matched, probe_of
 from hicache_obs.streams.handles import CurrentStream, own, refuse_legacy
 from hicache_obs.streams.launching import refuse_in_launch
 from hicache_obs.streams.runner import Item, Lane, Oracle, Runner
@@ -81,9 +82,12 @@ class VirtualEvent:
     def record(self, stream: protocol.Stream | None = None) -> None:
         """See ``protocol.Event.record``."""
         refuse_in_launch("Event.record")
-        marker = Item(self.device.own_or_current(stream).lane)
-        self._record = marker
-        self.device.runner.call(marker)
+        self.device.runner.call(self.mark(self.device.own_or_current(stream).lane))
+
+    def mark(self, lane: Lane) -> Item:
+        """A marker on ``lane`` that becomes the current record, for the caller to queue."""
+        self._record = Item(lane)
+        return self._record
 
     def wait(self, stream: protocol.Stream | None = None) -> None:
         """See ``protocol.Event.wait``."""
@@ -262,6 +266,36 @@ class VirtualDevice:
         item = Item(lane, fn=fn, site=work.site, duration_ns=self._cost.duration_ns(work))
         self.attach(probe, item)
         self.runner.call(item)
+
+    def capture(self, number: int, entries: Sequence[Entry]) -> EntryList:
+        """See ``protocol.Device.capture``."""
+        refuse_in_launch("Device.capture")
+        return EntryList(number, entries, self.Event)
+
+    def replay(
+        self,
+        graph: protocol.Graph,
+        work: Work,
+        nodes: Sequence[Work | None],
+        *,
+        probes: tuple[protocol.Probe, protocol.Probe] | None = None,
+    ) -> None:
+        """See ``protocol.Device.replay``. One host call."""
+        refuse_in_launch("Device.replay")
+        if not isinstance(graph, EntryList):
+            raise StreamError(f"replay of {graph!r}: was not captured on this device")
+        matched(graph.entries, nodes)
+        lane = self.current_stream().lane
+        items = [Item(lane, is_wait=True, dependency=own(VirtualEvent, graph.last, self).current_record)]
+        events = iter(graph.events)
+        works = [index for index, node in enumerate(nodes) if node is not None]
+        for index, (entry, node) in enumerate(zip(graph.entries, nodes, strict=True)):
+            if entry is None or node is None:
+                items.append(own(VirtualEvent, next(events), self).mark(lane))
+            else:
+                items.append(Item(lane, fn=entry, site=node.site, duration_ns=self._cost.duration_ns(node)))
+                self.attach(probe_of(index, works, probes), items[-1])
+        self.runner.call(*items, own(VirtualEvent, graph.last, self).mark(lane))
 
     def record_stream(self, tensor: object, stream: protocol.Stream) -> None:
         """Nothing: host tensors have no caching allocator."""

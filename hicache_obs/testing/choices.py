@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Final
 
 from hicache_obs.errors import ConfigError, StreamError
@@ -112,6 +113,24 @@ class Script:
             for option in choice.options
             if option != choice.taken
         ]
+
+
+class SeededScript(Script):
+    """Chooses at random, and remembers nothing.
+
+    Args:
+        random: The dice.
+        changes: Chance that any option may be taken, and not the first, which changes nothing.
+    """
+
+    def __init__(self, random: Random, changes: float) -> None:
+        super().__init__()
+        self._random = random
+        self._changes = changes
+
+    def choose(self, what: str, options: str) -> str:
+        """One of ``options``."""
+        return self._random.choice(options) if self._random.random() < self._changes else options[0]
 
 
 def text_of(made: Sequence[Choice]) -> str:

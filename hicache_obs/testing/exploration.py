@@ -328,7 +328,7 @@ def execute(program: Program, choices: str, *, bounds: Bounds | None = None) -> 
     return run
 
 
-class _Trace:
+class ListSink:
     """A ``RecordSink`` that is a list. Device times are not wanted: one schedule's times prove nothing."""
 
     writable = True
@@ -370,7 +370,7 @@ class _Oracle:
 def _execute(program: Program, script: Script, bounds: Bounds, checks: _Checks) -> Execution:
     oracle = _Oracle(script, bounds.max_false)
     turns = Turns(script, preemptions=bounds.preemptions, max_calls=bounds.max_calls)
-    trace = _Trace()
+    trace = ListSink()
     bare = VirtualDevice("lazy", oracle=oracle)
     recorder = Recorder(trace, clock=bare.host_ns, ranges=NoRanges(), max_pending=1)
     world = World(TurnDevice(bare, recorder, turns), recorder, turns)
@@ -395,8 +395,7 @@ def _execute(program: Program, script: Script, bounds: Bounds, checks: _Checks) 
     sink, lookups = _judge(trace.records)
     work = _digest(trace.records, work_only=True)
     if work not in checks:
-        unordered, _ = _judge(record for record in trace.records if not isinstance(record, _ORDERING))
-        checks[work] = Counter(finding.hazard for finding in unordered.findings)
+        checks[work] = needs_order(trace.records)
     return Execution(
         choices=script.text,
         made=tuple(script.made),
@@ -414,8 +413,14 @@ def _execute(program: Program, script: Script, bounds: Bounds, checks: _Checks) 
     )
 
 
-_ORDERING: Final = (EventWait, WaitStream, EventSync, HostSync, EventQuery, ThreadRecv)
+_ORDERING: Final = (EventWait, WaitStream, EventSync, HostSync, EventQuery, ThreadRecv, RecordStream)
 """Without these every stream and thread is on its own: what then races is what they keep in order."""
+
+
+def needs_order(records: Iterable[Record]) -> Counter[Hazard]:
+    """Pairs of accesses by hazard that nothing but waits and observations of the host keeps in order."""
+    unordered, _ = _judge(record for record in records if not isinstance(record, _ORDERING))
+    return Counter(finding.hazard for finding in unordered.findings)
 
 
 def _judge(records: Iterable[Record]) -> tuple[RecordingSink, int]:

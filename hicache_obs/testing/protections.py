@@ -6,17 +6,23 @@ Every ``without_…`` and ``with_…`` changes one engine that is otherwise whol
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-import torch
+import numpy as np
 
 from hicache_obs.controller.cache_controller import CacheController, SubmittedTransfer
+from hicache_obs.controller.compaction import Compactor, MoveGate
 from hicache_obs.controller.engine import Engine
-from hicache_obs.controller.fence_policy import FencePolicy
+from hicache_obs.controller.fence_policy import EvictingCopy, FencePolicy
+from hicache_obs.controller.graph_rounds import GraphRunner
+from hicache_obs.controller.index_blocks import IndexBlock, IndexBlocks
 from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
-from hicache_obs.controller.radix_cache import Node
+from hicache_obs.controller.radix_cache import HostHold, Node
+from hicache_obs.controller.storage_control import Prefetch, StorageControl
+from hicache_obs.controller.storage_jobs import Done, Fetch, Store
+from hicache_obs.controller.storage_page import NO_TAG, unpack_page
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
 from hicache_obs.findings import Hazard
 from hicache_obs.records import Direction, Mode, PageIds, Purpose
@@ -34,6 +40,10 @@ class LeavesOut:
         """See ``FencePolicy.fence``."""
         if purpose is not self._purpose:
             self._policy.fence(transfer_stream, fence_stream, pages, purpose)
+
+    def reuse(self, writer: Stream, readers: Sequence[EvictingCopy], pages: PageIds, purpose: Purpose) -> None:
+        """See ``FencePolicy.reuse``."""
+        self._policy.reuse(writer, readers, pages, purpose)
 
 
 class NeverWaits(LayerDoneCounter):
@@ -57,7 +67,8 @@ class CopiesElsewhere(TransferEngine):
     """The fenced streams stay empty: the copies of one direction run on another."""
 
     def __init__(self, engine: TransferEngine, direction: Direction) -> None:
-        super().__init__(engine.device, engine.device_pool, engine.host_pool)
+        super().__init__(engine.device, engine.device_pool, engine.host_pool, io=engine.io)
+        self.blocks = engine.blocks
         self._direction = direction
         self._elsewhere = engine.device.Stream("elsewhere")
 
@@ -85,23 +96,28 @@ class CopiesElsewhere(TransferEngine):
 
 
 class StartsAtOnce(TransferEngine):
-    """Copies do not wait for the event after which their index tensors are filled.
-
-    The tensors are filled by the host as well: what a copy makes of a wild index is not the same in every run.
-    """
+    """Copies do not wait for the event after which their index tensors are filled; see ``FreshBlocks``."""
 
     def submit_host_to_device(
         self, move: PageMove, *, start_event: Event, on_layer_done: Callable[[int], None]
     ) -> Event:
         """See ``TransferEngine.submit_host_to_device``."""
-        move.device_index.copy_(torch.from_numpy(move.device_pages))
         start_event = self.device.Event()  # never recorded: a wait for it is a no-op
         return super().submit_host_to_device(move, start_event=start_event, on_layer_done=on_layer_done)
 
     def submit_device_to_host(self, move: PageMove, *, start_event: Event) -> Event:
         """See ``TransferEngine.submit_device_to_host``."""
-        move.device_index.copy_(torch.from_numpy(move.device_pages))
         return super().submit_device_to_host(move, start_event=self.device.Event())
+
+
+class FreshBlocks(IndexBlocks):
+    """Blocks hold page 0 until they are filled: what a copy makes of a wild index is not the same in every run."""
+
+    def take(self, count: int) -> IndexBlock:
+        """See ``IndexBlocks.take``."""
+        block = super().take(count)
+        block.tensor.zero_()
+        return block
 
 
 class NeverAwaited:
@@ -130,6 +146,76 @@ class NobodyWaits(CacheController):
 
     def _submitted(self, queue: deque[SubmittedTransfer], transfer: SubmittedTransfer) -> None:
         super()._submitted(queue, replace(transfer, finish=NeverAwaited()))
+
+
+class HoldsNothing(StorageControl):
+    """Host pages may be given up, and filled with something else, while a storage thread reads them."""
+
+    def _hold(self, node: Node) -> HostHold | None:
+        return None
+
+
+class TakesAtOnce(StorageControl):
+    """Pages are taken to have arrived from storage when they are asked for; what they will hold is looked up."""
+
+    def _fetch(self, prefetch: Prefetch, count: int) -> None:
+        super()._fetch(prefetch, count)
+        job = prefetch.job
+        if isinstance(job, Fetch):
+            self._take(Done(job, len(job.keys), np.array([self._tag(key) for key in job.keys], np.int64)))
+
+    def _take(self, done: Done) -> None:
+        if isinstance(done.job, Store) or done.job.number in self._fetching:
+            super()._take(done)
+
+    def _tag(self, key: str) -> int:
+        data = self.tier.backend.read(key)
+        assert data is not None  # a probe has seen it
+        page = unpack_page(data, self.tier.memory.page_bytes)
+        return page.tag if page.writer == self.tier.writer else NO_TAG
+
+
+class ReplaysUnawaited(GraphRunner):
+    """A replay does not wait for the load-back its round consumes: the waits per layer were left out, as they must be,
+    and nothing took their place."""
+
+    def await_load(self, layer_wait: Callable[[int], None]) -> None:
+        """Nothing."""
+
+
+class FillsAtOnce(GraphRunner):
+    """The next round's inputs are filled whether or not the replay before has read its own."""
+
+    def await_inputs(self, read_done: Event) -> None:
+        """Nothing."""
+
+
+class MovesAtOnce(MoveGate):
+    """A move does not wait for the rounds that still use the old places, or the new ones."""
+
+    def begin(self, moves: Stream, forward: Stream) -> None:
+        """Nothing."""
+
+
+class MovesUnawaited(MoveGate):
+    """Rounds use the new places before the pages are there."""
+
+    def end(self, moved: Event, forward: Stream) -> None:
+        """Nothing."""
+
+
+class UnmarkedBlocks(IndexBlocks):
+    """The allocator is not told that the copies' stream reads an index tensor."""
+
+    def mark(self, block: IndexBlock, stream: Stream) -> None:
+        """Nothing."""
+
+
+class UnsettledBlocks(IndexBlocks):
+    """Marked blocks are kept for good."""
+
+    def settled(self, transfer: int) -> None:
+        """Nothing."""
 
 
 def without_load_fence(engine: Engine) -> None:
@@ -164,8 +250,8 @@ def with_write_copies_elsewhere(engine: Engine) -> None:
 
 def without_start_waits(engine: Engine) -> None:
     """See ``StartsAtOnce``."""
-    parts = engine.controller.engine
-    engine.controller.engine = StartsAtOnce(parts.device, parts.device_pool, parts.host_pool)
+    engine.controller.engine.__class__ = StartsAtOnce
+    engine.controller.engine.blocks.__class__ = FreshBlocks
 
 
 def without_readers_in_stamps(engine: Engine) -> None:
@@ -192,8 +278,79 @@ def without_write_pins(engine: Engine) -> None:
 
 
 def without_acknowledgements(engine: Engine) -> None:
-    """See ``NobodyWaits``."""
+    """See ``NobodyWaits``. Index tensors are never used again: nobody knows when they could be."""
     engine.controller.__class__ = NobodyWaits
+    engine.controller.engine.blocks.__class__ = UnsettledBlocks
+
+
+def without_load_wait_of_replays(engine: Engine) -> None:
+    """See ``ReplaysUnawaited``."""
+    engine.runner.__class__ = ReplaysUnawaited
+
+
+def without_input_wait_of_replays(engine: Engine) -> None:
+    """See ``FillsAtOnce``."""
+    engine.runner.__class__ = FillsAtOnce
+
+
+def without_move_gate(engine: Engine) -> None:
+    """See ``MovesAtOnce``."""
+    _compactor(engine).gate = MovesAtOnce()
+
+
+def without_wait_for_moves(engine: Engine) -> None:
+    """See ``MovesUnawaited``."""
+    _compactor(engine).gate = MovesUnawaited()
+
+
+def without_record_stream(engine: Engine) -> None:
+    """See ``UnmarkedBlocks``."""
+    engine.controller.engine.blocks.__class__ = UnmarkedBlocks
+
+
+def _compactor(engine: Engine) -> Compactor:
+    assert engine.compactor is not None, "pages of this engine never move"
+    return engine.compactor
+
+
+def without_reuse_fence(engine: Engine) -> None:
+    """Nobody waits for write-backs of evicted pages before the pages are overwritten."""
+    engine.controller.before_overwrite = lambda *_, **__: None  # type: ignore[method-assign]  # this is the one place that breaks it
+
+
+def without_metadata_barrier(engine: Engine) -> None:
+    """The next round's metadata are written whether or not the round in flight has read its own."""
+    assert engine.scheduler.metadata is not None
+    engine.scheduler.metadata.barrier = lambda forward: None  # type: ignore[method-assign]  # this is the one place that breaks it
+
+
+def without_storage_holds(engine: Engine) -> None:
+    """See ``HoldsNothing``."""
+    _storage(engine).__class__ = HoldsNothing
+
+
+def without_storage_replies(engine: Engine) -> None:
+    """See ``TakesAtOnce``."""
+    _storage(engine).__class__ = TakesAtOnce
+
+
+def without_completed_backups(engine: Engine) -> None:
+    """Host pages are handed to storage when their write-back is submitted, not when it is known to be complete."""
+    controller, told = engine.controller, _storage(engine).backed_up
+    submitted = controller._submitted
+    controller.on_backed_up = None
+
+    def early(queue: deque[SubmittedTransfer], transfer: SubmittedTransfer) -> None:
+        submitted(queue, transfer)
+        if transfer.direction is Direction.DEVICE_TO_HOST:
+            told(transfer)
+
+    controller._submitted = early  # type: ignore[method-assign]  # this is the one place that breaks it
+
+
+def _storage(engine: Engine) -> StorageControl:
+    assert engine.scheduler.storage is not None
+    return engine.scheduler.storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +361,28 @@ class Protection:
         remove: Takes it out of an engine that has not begun.
         against: What it is there against: the races found without it.
         fences: Policies under which it does something.
+        options: Of the scheduler, with which it does something.
+        storage: Only with a storage tier.
+        evictions: Shown by a workload that restores prefixes right after they were evicted.
+        engine: Fields of ``EngineConfig`` without which there is nothing to take out.
     """
 
     remove: Callable[[Engine], None]
     against: frozenset[Hazard]
     fences: tuple[str, ...] = ("stream", "page")
+    options: Mapping[str, str | bool] = field(default_factory=dict)
+    storage: bool = False
+    evictions: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 _WAW, _WAR = Hazard.WAW_FORWARD_RESTORE, Hazard.WAR_FORWARD_RESTORE
 _RAW_LOAD, _RAW_WRITE = Hazard.RAW_RESTORE_FORWARD, Hazard.RAW_FORWARD_BACKUP
 _WAR_WRITE = Hazard.WAR_BACKUP_FORWARD
+_STORAGE = frozenset({Hazard.STORAGE_PREFETCH})
+_WRITE_BACK: Final[Mapping[str, str | bool]] = {"write_policy": "write_back", "early_backup": False}
+_GRAPHS: Final = {"graphs": True}
+_MOVES: Final = {"compact_every": 1}
 
 PROTECTIONS: Final = {
     "load-fence": Protection(without_load_fence, frozenset({_WAW, _WAR})),
@@ -226,5 +395,17 @@ PROTECTIONS: Final = {
     "write-pins": Protection(without_write_pins, frozenset({_WAR_WRITE})),
     "acks": Protection(without_acknowledgements, frozenset({_WAR_WRITE, Hazard.HOST_REUSE})),
     "reader-stamps": Protection(without_readers_in_stamps, frozenset({_WAR}), fences=("page",)),
+    "reuse-fence": Protection(without_reuse_fence, frozenset({_WAR_WRITE}), options=_WRITE_BACK, evictions=True),
+    "metadata-barrier": Protection(
+        without_metadata_barrier, frozenset({Hazard.METADATA_WAR}), options={"barrier": "read_done"}
+    ),
+    "storage-holds": Protection(without_storage_holds, _STORAGE | {Hazard.HOST_REUSE}, storage=True),
+    "storage-replies": Protection(without_storage_replies, _STORAGE | {Hazard.HOST_REUSE}, storage=True),
+    "backup-acks": Protection(without_completed_backups, _STORAGE | {Hazard.HOST_REUSE}, storage=True),
+    "record-stream": Protection(without_record_stream, frozenset({Hazard.LIFETIME})),
+    "graph-load-wait": Protection(without_load_wait_of_replays, frozenset({Hazard.GRAPH}), engine=_GRAPHS),
+    "graph-input-wait": Protection(without_input_wait_of_replays, frozenset({Hazard.GRAPH}), engine=_GRAPHS),
+    "move-gate": Protection(without_move_gate, frozenset({Hazard.RELOCATION}), engine=_MOVES),
+    "move-wait": Protection(without_wait_for_moves, frozenset({Hazard.RELOCATION}), engine=_MOVES),
 }
 """By the name that ``hicache-obs explore --off`` takes."""

@@ -5,13 +5,13 @@ The turn comes before the call is recorded, so that records are in the order in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 
 from hicache_obs.errors import StreamError
-from hicache_obs.recorder.recorded import RecordedDevice, RecordedEvent, RecordedStream, Recorder
+from hicache_obs.recorder.recorded import RecordedDevice, RecordedEvent, RecordedGraph, RecordedStream, Recorder
 from hicache_obs.records import Purpose, StreamId, Work
 from hicache_obs.streams import protocol
 from hicache_obs.testing.turns import Turns
@@ -97,14 +97,29 @@ class TurnDevice(RecordedDevice):
 
     def launch(self, fn: Callable[[], None], work: Work, *, probe: protocol.Probe | None = None) -> None:
         """See ``protocol.Device.launch``. StreamError if ``work`` names pages by something else than an int64 array."""
-        for access in work.accesses:
-            ids: object = access.ids
-            if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1):
-                raise StreamError(
-                    f"launch of {work.site!r}: accesses name {ids!r}; expected an (n,) int64 array, as page_ids makes"
-                )
+        _check_ids(work)
         self.turns.call(f"launch of {work.site!r}")
         super().launch(fn, work, probe=probe)
+
+    def capture(self, number: int, entries: Sequence[Callable[[], None] | None]) -> RecordedGraph:
+        """See ``protocol.Device.capture``."""
+        bare = self.bare.capture(number, entries)
+        return RecordedGraph(bare, [TurnEvent(self, event) for event in bare.events])
+
+    def replay(
+        self,
+        graph: protocol.Graph,
+        work: Work,
+        nodes: Sequence[Work | None],
+        *,
+        probes: tuple[protocol.Probe, protocol.Probe] | None = None,
+    ) -> None:
+        """See ``protocol.Device.replay``. StreamError as in ``launch``."""
+        for node in nodes:
+            if node is not None:
+                _check_ids(node)
+        self.turns.call(f"replay of graph {graph.number}")
+        super().replay(graph, work, nodes, probes=probes)
 
     def wait_event(
         self,
@@ -122,3 +137,12 @@ class TurnDevice(RecordedDevice):
         if bare.stream_id not in self._known:
             self._known[bare.stream_id] = TurnStream(self, bare)
         return self._known[bare.stream_id]
+
+
+def _check_ids(work: Work) -> None:
+    for access in work.accesses:
+        ids: object = access.ids
+        if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1):
+            raise StreamError(
+                f"launch of {work.site!r}: accesses name {ids!r}; expected an (n,) int64 array, as page_ids makes"
+            )

@@ -66,11 +66,14 @@ def test_accepted_findings_have_a_counter_of_their_own(
     url = agent.url()
     fill(ring(1), round_of(1, times=True))
 
-    def scrape() -> str:
-        with urllib.request.urlopen(url) as answer:
+    def scrape(page: str = url) -> str:
+        with urllib.request.urlopen(page) as answer:
             return answer.read().decode()
 
     hazard = {"tp_rank": "1", "hazard": "waw_forward_restore"}
     eventually(lambda: value(scrape(), "accepted_total", **hazard) == 1)
     assert value(scrape(), "violations_total", **hazard) == 0
+    page = scrape(url.removesuffix("metrics"))
+    assert "Accepted until 2999-01-01, UTC: known" in page
+    assert "every one is ordered but the 1 that is accepted" in page
     assert agent.end() == 0

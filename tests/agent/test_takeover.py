@@ -12,6 +12,7 @@ import pytest
 
 from hicache_obs.agent import journals as journals_module
 from hicache_obs.agent.journals import RingJournal, journal_folder
+from hicache_obs.agent.scrape_mark import ScrapeMark
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.journal import newest_run
 from hicache_obs.readers.ring import RingReader
@@ -64,6 +65,107 @@ def test_the_next_agent_goes_on_where_the_journal_ends(node, ring, tmp_path, rou
     assert value(metrics, "latent_races_total", **RACE) == 0
     second.close()
     assert kept(only_folder(journals)) == [10, 11, 10, 11, 20, 21, 30, 31, 20, 21, 30, 31]
+
+
+@pytest.mark.parametrize(
+    ("options", "scrape_after", "counted"),
+    [
+        ({"scraped": True}, 1, 1),  # round 2, of which no scrape knows
+        ({"scraped": True}, 2, 0),
+        ({"scraped": True}, None, 2),
+        ({}, None, 0),  # nobody scrapes this one
+    ],
+)
+def test_what_no_scrape_has_shown_is_counted_again(
+    node, ring, tmp_path, round_of, fill, value, options, scrape_after, counted
+):
+    first, _ = node(journals=tmp_path / "j", **options)
+    writer = ring()
+    for number in (1, 2):
+        fill(writer, round_of(number, times=True))
+        first.cycle(budget_s=9)
+        if number == scrape_after:
+            first.scraped()
+        first.cycle(budget_s=9)
+    first.close()
+    second, metrics = node(journals=tmp_path / "j", **options)
+    second.cycle(budget_s=9)
+
+    assert value(metrics, "violations_total", **RACE) == counted
+    assert len(second.board.entries()) == (1 if counted else 0)
+    assert value(metrics, "records_total") == 5 * counted
+    assert value(metrics, "dropped_records_total", reason="missing") == 0
+    second.scraped()
+    second.cycle(budget_s=9)
+    second.close()
+    third, metrics = node(journals=tmp_path / "j", **options)
+    third.cycle(budget_s=9)
+    assert value(metrics, "violations_total", **RACE) == 0
+
+
+def test_a_scrape_has_shown_what_was_judged_before_it_and_no_more(tmp_path):
+    """It came at some moment of a cycle: what that cycle judged may not have been in it."""
+    mark = ScrapeMark(tmp_path, begin=0)
+    mark.turn(5, scraped=False)
+    mark.turn(9, scraped=True)
+    assert (tmp_path / "scraped").read_text() == "5"
+    mark.turn(9, scraped=True)
+    assert ScrapeMark(tmp_path, begin=12).first == 9
+    assert ScrapeMark(tmp_path, begin=7).first == 7
+
+
+def test_a_pair_across_the_mark_is_counted_once(node, ring, tmp_path, round_of, times_of, fill, value):
+    """Its accesses were shown to be open; the times that decide it came after that scrape."""
+    first, _ = node(journals=tmp_path / "j", scraped=True)
+    writer = ring()
+    fill(writer, round_of(1))
+    first.cycle(budget_s=9)
+    first.scraped()
+    fill(writer, times_of(1))
+    first.cycle(budget_s=9)
+    first.close()
+    second, metrics = node(journals=tmp_path / "j", scraped=True)
+    second.cycle(budget_s=9)
+    assert value(metrics, "violations_total", **RACE) == 1
+    assert value(metrics, "checks_total", **RACE) == 0
+
+
+@pytest.mark.parametrize("text", ["", "x", "-5", "99999"])
+def test_a_mark_that_says_nothing_changes_nothing(node, ring, tmp_path, round_of, fill, value, text):
+    first, _ = node(journals=tmp_path / "j", scraped=True)
+    fill(ring(), round_of(1, times=True))
+    first.cycle(budget_s=9)
+    first.close()
+    (only_folder(tmp_path / "j") / "scraped").write_text(text)
+    second, metrics = node(journals=tmp_path / "j", scraped=True)
+    second.cycle(budget_s=9)
+    assert value(metrics, "violations_total", **RACE) == (1 if text == "-5" else 0)
+
+
+def test_a_race_between_the_last_scrape_and_a_kill_is_counted(
+    agent_process, ring, tmp_path, round_of, fill, value, eventually
+):
+    def scrape(url):
+        with urllib.request.urlopen(url) as answer:
+            return answer.read().decode()
+
+    journals = tmp_path / "j"
+    agent = agent_process("--journal", str(journals))
+    url = agent.url()
+    writer = ring()
+    fill(writer, round_of(1, times=True))
+    eventually(lambda: value(scrape(url), "violations_total", **RACE) == 1)
+    # As long as it is asked for one family only, it has not been scraped.
+    one = f"{url}?name[]=hicache_obs_records_total"
+    eventually(lambda: (only_folder(journals) / "scraped").read_text() == "5")
+    fill(writer, round_of(2, times=True))
+    eventually(lambda: value(scrape(one), "records_total") == 10)
+    assert agent.end(signal.SIGKILL) == -signal.SIGKILL
+    agent = agent_process("--journal", str(journals))
+    url = agent.url()
+    eventually(lambda: value(scrape(url), "records_total") > 0)
+    assert value(scrape(url), "violations_total", **RACE) == 1
+    assert agent.end() == 0
 
 
 def test_an_access_that_only_the_dead_agent_saw_still_races(node, ring, tmp_path, round_of, fill, value):
@@ -167,7 +269,7 @@ def test_a_damaged_journal_is_told_and_a_new_run_begins(node, ring, tmp_path, ro
 
 def test_the_oldest_segments_of_a_rank_go_first_whatever_process_wrote_them(node, ring, tmp_path, round_of, fill):
     journals = tmp_path / "j"
-    agent, _ = node(journals=journals, journal_max_bytes=1 << 16)
+    agent, _ = node(journals=journals, journal_max_bytes=1 << 16, scraped=True)
     for life in range(3):
         writer, other = ring(0), ring(1)
         for n in range(4):
@@ -182,6 +284,7 @@ def test_the_oldest_segments_of_a_rank_go_first_whatever_process_wrote_them(node
     last = sorted(journals.glob("*tp0*"), key=lambda folder: folder.name.rsplit(".", 2)[1:])[-1]
     assert kept(last)[-2:] == [110, 111]
     assert len(list(journals.glob("*tp1*/*.arrows"))) == 3
+    assert all(list(folder.glob("*.arrows")) for folder in journals.iterdir()), "a mark keeps no folder alive"
 
 
 def test_names_outlive_the_segments_they_were_defined_in(tmp_path, ring):

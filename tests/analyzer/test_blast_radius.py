@@ -20,7 +20,7 @@ import torch
 from hicache_obs.analyzer import Analyzer, taint
 from hicache_obs.controller.batch import ForwardBatch
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
-from hicache_obs.controller.scheduler import SchedulerOptions
+from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.transfer_engine import PageMove
 from hicache_obs.controller.workloads import Request, generate
 from hicache_obs.recorder.recorded import RecordedDevice, Recorder
@@ -111,23 +111,20 @@ class Contents:
             self._around(work, "run", lambda run, first, end: (run(first, end), self._round(batch, first, end)))
             return work
 
-        def restore(original: Any, move: PageMove, layer: int) -> Callable[[], None]:
-            copy, tenancies = original(move, layer), self._tenancy[move.device_pages].copy()
-            return lambda: (copy(), self._restore(move, layer, tenancies))  # type: ignore[func-returns-value] # a sequence
-
-        def backup(original: Any, move: PageMove) -> Callable[[], None]:
-            copy, tenancies = original(move), self._tenancy[move.device_pages].copy()
+        def moved(original: Any, layers: tuple[int, int], move: PageMove, *, to_device: bool) -> Callable[[], None]:
+            copy, tenancies = original(layers, move, to_device=to_device), self._tenancy[move.device_pages].copy()
+            if to_device:
+                return lambda: (copy(), self._restore(move, layers[0], tenancies))  # type: ignore[func-returns-value] # a sequence
             self._write_backs += 1
             number = self._write_backs
             return lambda: (copy(), self._backup(move, tenancies, number))  # type: ignore[func-returns-value] # a sequence
 
         transfers = engine.controller.engine
         for target, name, wrapper in (
-            (engine.scheduler, "_alloc", alloc),
+            (engine.scheduler.pages, "alloc", alloc),
             (engine.controller, "load", load),
             (engine.runner, "start", start),
-            (transfers, "_load", restore),
-            (transfers, "_store", backup),
+            (transfers, "_copy", moved),
         ):
             self._around(target, name, wrapper)
         engine.scheduler.on_round = self._requests.__setitem__
@@ -135,7 +132,7 @@ class Contents:
     @staticmethod
     def _around(target: Any, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(target, name)
-        setattr(target, name, lambda *args: wrapper(original, *args))
+        setattr(target, name, lambda *args, **options: wrapper(original, *args, **options))
 
     def _tokens(self, tenancies: Any, slots: Any) -> Any:
         return (tenancies + 1) * PAGE_SIZE + slots

@@ -73,10 +73,11 @@ def test_tables_stop_growing(monkeypatch: pytest.MonkeyPatch, timed: bool) -> No
     for module, name, limit in (
         (shadow, "MAX_GROUPS", 64),
         (shadow, "MAX_KEPT_IDS", 1 << 14),
+        (shadow, "MAX_CALLS", 256),
         (order, "MAX_EVENTS", 512),
         ("hicache_obs.analyzer.verdicts", "MAX_PENDING", 256),
         ("hicache_obs.analyzer.fence_cost", "MAX_WAITS", 256),
-        ("hicache_obs.analyzer.fence_cost", "MAX_MARKS", 256),
+        ("hicache_obs.analyzer.fence_cost", "MAX_ENDS", 256),
         ("hicache_obs.analyzer.fence_cost", "MAX_TRANSFERS", 4),
         ("hicache_obs.analyzer.ownership", "MAX_CHANGES", 256),
         ("hicache_obs.analyzer.taint", "MAX_RECENT", 128),
@@ -109,6 +110,7 @@ def test_allocator_calls_alone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -
     """A trace may have any number of them between two operations, or no operation at all."""
     monkeypatch.setattr("hicache_obs.analyzer.taint.MAX_RECENT", 4)
     monkeypatch.setattr("hicache_obs.analyzer.ownership.MAX_CHANGES", 16)
+    monkeypatch.setattr(shadow, "MAX_CALLS", 8)
     for before in ("", "F:w5 L:w5 "):
         entries = []
         for count in (200, 400):

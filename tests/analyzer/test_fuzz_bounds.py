@@ -78,6 +78,23 @@ def test_tables_that_are_just_large_enough(part: int, limit: pytest.MonkeyPatch)
     assert found > PROGRAMS
 
 
+@pytest.mark.parametrize("part", range(PARTS))
+def test_numbers_that_hardly_fit(part: int, limit: pytest.MonkeyPatch) -> None:
+    """Page tables that take something off all their numbers every few records miss no race and invent none."""
+    limit.setattr("hicache_obs.analyzer.shadow.MAX_NUMBER", 8)
+    found = told = 0
+    for seed in range(part, PROGRAMS, PARTS):
+        records = program(seed)
+        sink = analyse(records)
+        expected = races(records, polled=True)
+        assert set(sink.pairs) == expected, f"seed {seed}"
+        assert set(sink.misuses) <= misuses(records), f"seed {seed}"
+        found += len(expected)
+        told += len(sink.misuses)
+    assert found > PROGRAMS
+    assert told > 10
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["whole", "lost"])
 @pytest.mark.parametrize(
     ("table", "entries"),

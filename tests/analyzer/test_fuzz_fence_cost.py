@@ -196,7 +196,8 @@ def _fences(machine: Machine, group: Group) -> list[FenceCost]:
         others = [wait.released_ns for wait in group.waits if wait is not fence]
         without = max(fence.start_ns, first.issued_ns, needed_ns, *others)
         avoidable = min(waited, max(0, first.start_ns - without))
-        needed = {} if hazard is None or waited == avoidable else {hazard: waited - avoidable}
+        over = needed_ns <= min(fence.issued_ns, fence.start_ns)  # it needed no fence any more
+        needed = {} if hazard is None or over or waited == avoidable else {hazard: waited - avoidable}
         costs.append(FenceCost(fence.op, kind, waited, avoidable, needed, needed_ns > fence.issued_ns))
     return costs
 

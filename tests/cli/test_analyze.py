@@ -101,6 +101,63 @@ def test_with_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: 
     assert (report["granularity"], report["level"]) == ("pages", "provable")
 
 
+def accept(tmp_path: Path, names: set[str], expires: str) -> str:
+    """An ``accepted.toml`` for these fingerprints."""
+    path = tmp_path / "accepted.toml"
+    path.write_text("".join(f'[{name}]\nreason = "known"\nexpires = {expires}\n' for name in names))
+    return str(path)
+
+
+TWO_RACES = "F:w1 L:w1 F:r2 L:w2"
+
+
+@pytest.mark.parametrize(
+    ("names", "expires", "code", "sentence"),
+    [
+        (1, "2999-01-01", 1, "VIOLATED: 1 operation pair is in no proven order, "),
+        (2, "2999-01-01", 0, "AS ACCEPTED: 2 operation pairs are in no proven order, which is accepted for now; "),
+        (2, "2020-01-01", 1, "VIOLATED: 2 operation pairs are in no proven order, "),
+    ],
+    ids=["one of two", "both", "expired"],
+)
+def test_accepted_findings_are_shown_and_count_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: int, expires: str, code: int, sentence: str
+) -> None:
+    seen, path = recording(tmp_path, TWO_RACES)
+    both = [str(path), "--journal", str(journal(tmp_path, seen))]
+    assert main(["analyze", *both, "--json"]) == 1
+    races = json.loads(capsys.readouterr().out)["races"]
+    assert {race["accepted"] for race in races} == {None}
+    found = sorted({race["fingerprint"] for race in races})
+    assert len(found) == 2
+    file = accept(tmp_path, set(found[:names]), expires)
+    holds = found[:names] if expires > "2026" else []
+
+    assert main(["analyze", *both, "--accepted", file]) == code
+    text, said = capsys.readouterr()
+    assert text.startswith(f"{path} + {tmp_path / 'journal'}: {sentence}")
+    assert text.count("accepted until 2999-01-01: known") == len(holds)
+    assert (", 1 more that is accepted; " in text) == (len(holds) == 1)
+    assert said.count("its acceptance expired on 2020-01-01; it counts again") == (0 if holds else 2)
+    assert main(["analyze", *both, "--accepted", file, "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["outcome"] == ("findings" if code else "clean")
+    assert report.keys() == PROFILE_KEYS | {"coverage"}
+    known = {"reason": "known", "expires": "2999-01-01"}
+    assert {race["fingerprint"]: race["accepted"] for race in report["races"]} == {
+        name: known if name in holds else None for name in found
+    }
+
+
+def test_what_cannot_be_decided_is_not_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen, path = recording(tmp_path, RACY)
+    folder = journal(tmp_path, seen)
+    main(["analyze", str(path), "--journal", str(folder), "--json"])
+    names = {race["fingerprint"] for race in json.loads(capsys.readouterr().out)["races"]}
+
+    assert main(["analyze", str(path), "--accepted", accept(tmp_path, names, "2999-01-01")]) == 3
+
+
 def test_two_processes_are_one_report_and_the_worst_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = profiled(History(ORDERED).records, seed=1, threads=1, process=1)
     bad = profiled(History(RACY).records, seed=1, threads=1, process=2)

@@ -99,6 +99,18 @@ def test_table_and_first_finding(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in out
 
 
+def test_the_setting_says_where_the_journal_goes_without_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HICACHE_OBS_JOURNAL", str(tmp_path / "set"))
+    command = ["demo", "--device", "virtual", "--fence", "page", "--requests", "20"]
+
+    assert main(command) in (0, 3)  # so few requests may give nothing to check
+    assert main([*command, "--journal", str(tmp_path / "flag")]) in (0, 3)
+    assert [folder.name for folder in tmp_path.glob("*/page")] == ["page", "page"]
+    assert len(list((tmp_path / "set" / "page").iterdir())) == 1
+
+
 def test_journal_gives_the_same_verdicts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """``check`` on the journal of a run finds what the run found."""
     common = ["--device", "virtual", "--requests", "80", "--journal", str(tmp_path)]
@@ -123,3 +135,97 @@ def test_real_request_trace(capsys: pytest.CaptureFixture[str], shared_data: Pat
 
     assert mode["restored_pages"] > 100
     assert mode["findings"] == []
+
+
+ALL_POLICIES = (
+    "--write-policy", "write_back", "--write-fence", "page", "--host-eviction", "lfu", "--retraction", "backup",
+    "--barrier", "read_done", "--chunk-tokens", "64", "--prefetch", "wait",
+)  # fmt: skip
+
+
+def test_every_policy_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each fence has a folder of its own in storage: what is spoiled without fences is not restored with them."""
+    folder = tmp_path / "storage"
+    arguments = ("--device", "virtual", "--requests", "60", "--storage", str(folder), *ALL_POLICIES)
+    none, stream, page = demo(capsys, *arguments)
+    assert none["corrupted_pages"] > 0
+    assert none["unexplained_pages"] == 0
+    assert (stream["findings"], stream["wrong_requests"], stream["corrupted_pages"]) == ([], 0, 0)
+    assert (page["findings"], page["wrong_requests"], page["corrupted_pages"]) == ([], 0, 0)
+    assert {path.name for path in folder.iterdir()} == {"none", "stream", "page"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prefetch", "wait"], "--prefetch wait: there is no storage; expected --storage URL with it"),
+        (["--storage", "/proc/version/x"], "storage /proc/version/x: cannot be made (Not a directory)"),
+        (["--storage", "nosuch://x"], "storage nosuch://x: cannot be used"),
+        (["--chunk-tokens", "8"], "max_extend_tokens: 8; chunks are whole pages, expected at least 16"),
+        (["--write-policy", "through"], "'through' is not one of 'write_through', 'write_through_selective'"),
+    ],
+)
+def test_policies_that_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["demo", "--device", "virtual", "--requests", "4", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_the_policies_are_those_of_the_controller() -> None:
+    from hicache_obs.cli import demo_policies
+    from hicache_obs.controller.eviction import EVICTION_POLICIES
+    from hicache_obs.controller.fence_policy import FENCE_POLICIES
+    from hicache_obs.controller.scheduler_options import BARRIERS, RETRACTIONS, WRITE_POLICIES
+    from hicache_obs.controller.storage_config import PREFETCH_POLICIES
+
+    assert demo_policies.FENCES == FENCE_POLICIES
+    assert demo_policies.EVICTIONS == EVICTION_POLICIES
+    assert demo_policies.WRITE_POLICIES == WRITE_POLICIES
+    assert (demo_policies.RETRACTIONS, demo_policies.BARRIERS) == (RETRACTIONS, BARRIERS)
+    assert demo_policies.PREFETCHES == PREFETCH_POLICIES
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv", "fp8", "--host-layout", "page-first-direct", "--io", "direct"],
+        pytest.param(["--kv", "mla", "--host-layout", "page-first"], marks=pytest.mark.slow),
+        pytest.param(["--graphs"], marks=pytest.mark.slow),
+        ["--compact-every", "1"],
+    ],
+)
+def test_every_form_of_the_pools(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    """The missing fence is found, and both fences are clean, whatever pages hold and wherever they move."""
+    small = ["--requests", "40", "--device-pages", "16"]
+    modes = demo(capsys, "--device", "virtual", "--runner", "pattern", *small, *flags)
+    none, *fenced = modes
+    assert none["violations"] + none["latent"] > 0
+    assert none["unexplained_pages"] == 0
+    for mode in fenced:
+        assert (mode["findings"], mode["corrupted_pages"], mode["wrong_requests"]) == ([], 0, 0)
+        assert mode["pairs_checked"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--graphs"], "--graphs: --runner transformer cannot be captured; expected --runner pattern"),
+        (["--kv", "fp8"], "--kv fp8: --runner transformer needs mha or mla; expected --runner pattern"),
+        (["--host-layout", "token-first"], "'token-first' is not one of 'layer-first', 'page-first'"),
+        (["--io", "dma"], "'dma' is not one of 'kernel', 'direct'"),
+        (["--compact-every", "-1"], "--compact-every"),
+    ],
+)
+def test_pools_that_do_not_exist(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert main(["demo", "--device", "virtual", "--requests", "1", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_choices_are_those_of_the_controller() -> None:
+    """The command may not import torch to list them."""
+    from hicache_obs.cli import demo as command
+    from hicache_obs.controller import page_copies, pools
+
+    assert (command.FORMS, command.HOST_LAYOUTS) == (pools.FORMS, pools.HOST_LAYOUTS)
+    assert command.IO_BACKENDS == page_copies.IO_BACKENDS

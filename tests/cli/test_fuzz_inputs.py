@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 
 from hicache_obs.cli import main
-from hicache_obs.readers.journal import JournalWriter
+from hicache_obs.readers.journal import JournalInfo, JournalWriter
+from hicache_obs.readers.parquet import write_parquet
 from hicache_obs.recorder import RingWriter
 from hicache_obs.testing.kineto_writer import FORMATS, write_kineto
 from hicache_obs.testing.nsys_writer import GENERATIONS, nsys_tables, write_nsys, write_nsys_folder
@@ -194,6 +195,17 @@ def journal_input(rng: random.Random, folder: Path) -> Path:
     return victim if action > 3 and victim.exists() and rng.random() < 0.5 else path
 
 
+def parquet_input(rng: random.Random, folder: Path) -> Path:
+    """A damaged Parquet file of records: bytes of it, mostly near its end, where the file says what is where."""
+    path = folder / "records.parquet"
+    program: Any = random_program(rng.randrange(1000))
+    write_parquet(path, [program], JournalInfo())
+    data = path.read_bytes()
+    start = rng.choice([0, max(0, len(data) - 2000), rng.randrange(len(data))])
+    path.write_bytes(data[:start] + mutate_bytes(rng, data[start:]))
+    return path
+
+
 def _seen(rng: random.Random) -> Seen:
     """What a profiler saw of a random history."""
     return profiled(random_program(rng.randrange(1000)), seed=1, start_ns=1_700_000_000_000_000_000)  # type: ignore[arg-type] # as above
@@ -236,9 +248,11 @@ MAKERS: tuple[Callable[[random.Random, Path], Path], ...] = (
     journal_input,
     export_input,
     trace_input,
+    parquet_input,
 )
 COMMANDS = (["check"], ["check", "--json"], ["replay"])
 PROFILE_COMMANDS = (["analyze"], ["analyze", "--json"])
+CONVERTED = ("json", "pftrace", "parquet", "arrows")
 
 
 # -- running -------------------------------------------------------------------------------------------------
@@ -292,6 +306,8 @@ def test_damaged_inputs(block: int, tmp_path: Path) -> None:
         maker = MAKERS[seed // BLOCKS % len(MAKERS)]
         path = maker(rng, folder)
         command = rng.choice(PROFILE_COMMANDS if maker in (export_input, trace_input) else COMMANDS)
+        if rng.random() < 0.3:
+            command = ["convert", "-o", str(folder / f"out.{rng.choice(CONVERTED)}")]
         wrong, code = fault(path, [*command, str(path)])
         if wrong:
             KEPT.mkdir(parents=True, exist_ok=True)

@@ -99,9 +99,12 @@ def steps(*changed: dict[str, Any]) -> str:
         ('{"steps": [' + "[" * 5_000 + "]" * 5_000 + "]}", "*recursion*"),
         (
             "[]",
-            "not a ring file, a journal (directory or .arrows segment) or a scenario (JSON); it begins with b'[[][]]'",
+            "not a ring file, *, Parquet or a scenario (JSON); it begins with b'[[][]]'",
         ),
-        ("", "not a ring file, a journal (directory or .arrows segment) or a scenario (JSON); it begins with b''"),
+        (
+            "",
+            "not a ring file, *, Parquet or a scenario (JSON); it begins with b''",
+        ),
         (b'{"steps": [{"id": "\xff", "op": "kernel", "stream": "a"}]}', "*"),
         (b'{"steps": [{"id": "s1", "op": "kernel", "stream": "\xc3"}]}', "step *Invalid UTF-8*"),
         (b"\xff\xfe{\x00}\x00", "not a ring file, *; it begins with *"),
@@ -294,7 +297,7 @@ def _scattered(ids: range, pools: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (_scattered(range(511, LARGEST + 1, 512), ("",)), "page or buffer id *: tables *more than 1536 MiB"),
+        (_scattered(range(511, LARGEST + 1, 512), ("",)), "page or buffer id *: tables *more than 1024 MiB"),
         (_scattered(range(LARGEST, LARGEST + 1), ("", "b:", "c:", "d:")), "page or buffer id 67108863: tables *"),
         (_scattered(range(0, LARGEST // 4, 1 << 16), ("",)), ""),
     ],

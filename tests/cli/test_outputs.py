@@ -38,7 +38,9 @@ def test_an_accepted_race_is_marked_and_not_unexpected(
     file = accept(tmp_path / "accepted.toml", *fingerprints(capsys, race))
 
     assert main(["check", "--accepted", file, race]) == 0
-    assert "accepted until 2999-01-01: we know" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].endswith(" accepted")
+    assert "accepted until 2999-01-01: we know" in text
     assert main(["check", "--accepted", file, "--json", race]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {r["accepted"]["reason"] for r in report["races"]} == {"we know"}
@@ -58,7 +60,9 @@ def test_an_acceptance_that_expired_counts_again_and_says_so(
     assert f"{name}: its acceptance expired on 2020-01-01; it counts again" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [("check", RACE), DEMO, ("agent", "--once")], ids=["check", "demo", "agent"])
+@pytest.mark.parametrize(
+    "command", [("check", RACE), ("analyze", RACE), DEMO, ("agent", "--once")], ids=lambda command: command[0]
+)
 def test_a_malformed_file_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...]
 ) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,15 @@ from hicache_obs.controller.cache_controller import CacheController
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.fence_policy import InFlight, fence_policy
 from hicache_obs.controller.gate import WriterGate
+from hicache_obs.controller.host_threads import NoRecorder
+from hicache_obs.controller.index_blocks import IndexBlock
 from hicache_obs.controller.pools import DevicePool, HostPool, KVLayout
 from hicache_obs.controller.radix_cache import Node, RadixCache
-from hicache_obs.controller.scheduler import SchedulerOptions
+from hicache_obs.controller.scheduler_options import SchedulerOptions
+from hicache_obs.controller.storage_backend import StorageBackend
+from hicache_obs.controller.storage_config import StorageConfig
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
+from hicache_obs.controller.watching import watch_blocks
 from hicache_obs.controller.workloads import Request, generate
 from hicache_obs.findings import Finding, Hazard
 from hicache_obs.recorder.recorded import RecordedDevice, Recorder
@@ -48,6 +53,7 @@ from hicache_obs.records import device as device_access
 from hicache_obs.streams import open_device
 from hicache_obs.streams.protocol import Device, Event, Stream
 from hicache_obs.testing import RecordingSink, races
+from hicache_obs.testing.world import SeededThreads
 
 VOCABULARY = 512
 PAGE_SIZE = 4
@@ -82,6 +88,7 @@ class Observed:
     Attributes:
         bare: The device itself.
         device: What an engine gets; the bare device if it is not to be recorded.
+        recorder: Its recorder, if it is recorded.
         sink: What the analyzer reported, once ``analyse`` was called.
     """
 
@@ -90,22 +97,27 @@ class Observed:
         self.device: Any = bare
         self.sink = RecordingSink()
         self._trace = Trace()
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
         if record:
-            self._recorder = Recorder(self._trace, clock=bare.host_ns)
-            self._recorder.define_engine("test engine")
-            self._recorder.define_pool("kv", LAYERS)
-            self.device = RecordedDevice(bare, self._recorder)
+            self.recorder = Recorder(self._trace, clock=bare.host_ns)
+            self.recorder.define_engine("test engine")
+            self.recorder.define_pool("kv", LAYERS)
+            self.device = RecordedDevice(bare, self.recorder)
 
     @property
     def records(self) -> list[AnyRecord]:
         """Everything so far, in issue order."""
         return self._trace.records
 
+    def watch(self, engine: Engine) -> None:
+        """Record what the device does not see."""
+        if self.recorder is not None:
+            watch_blocks(engine.controller.engine, self.recorder)
+
     def resolve(self) -> None:
         """Append the device times that are known by now: a recorder remembers only so many open probes."""
-        if self._recorder is not None:
-            self._recorder.resolve()
+        if self.recorder is not None:
+            self.recorder.resolve()
 
     def analyse(self) -> RecordingSink:
         """Findings of the whole trace. The device must be idle."""
@@ -197,6 +209,10 @@ class Setup:
 
     Attributes:
         backend: ``threads``, ``virtual-<schedule>`` or ``cuda``.
+        policies: More of ``SchedulerOptions``.
+        storage: A third tier: a ``StorageConfig``; on the virtual device its threads take turns as ``seed`` says.
+        changes: Chance that a host thread may lose its turn at a call, on the virtual device.
+        store: Its back end, instead of the one the URL names.
         prepare: Called with the engine before it starts: where a test takes a protection out.
         after_step: Called with the engine after every scheduler step.
         gated: With the demo's writer gate, of ``gate_timeout_s``.
@@ -214,11 +230,21 @@ class Setup:
     host_tier: bool = True
     early_backup: bool = False
     poll_acks: bool = False
+    policies: Mapping[str, Any] = field(default_factory=dict)
+    write_fence: str | None = None
+    storage: StorageConfig | None = None
+    changes: float = 0.5
+    store: StorageBackend | None = None
     prepare: Callable[[Engine], None] | None = None
     after_step: Callable[[Engine], None] | None = None
     gated: bool = False
     gate_timeout_s: float = 30.0
     record: bool = True
+    kv: str = "mha"
+    host_layout: str = "layer-first"
+    io: str | None = None
+    graphs: bool = False
+    compact_every: int = 0
 
 
 class Lab:
@@ -259,15 +285,29 @@ class Lab:
             head_dim=4,
             vocabulary=VOCABULARY,
             seed=0,
+            kv=setup.kv,
+            host_layout=setup.host_layout,
+            io=setup.io,
+            graphs=setup.graphs,
+            compact_every=setup.compact_every,
             scheduler=SchedulerOptions(
                 max_running=setup.max_running,
                 max_extend_tokens=setup.max_extend_tokens,
                 host_tier=setup.host_tier,
                 early_backup=setup.early_backup,
                 poll_acks=setup.poll_acks,
+                **setup.policies,
             ),
+            write_fence=setup.write_fence,
+            storage=setup.storage,
         )
-        engine = build_engine(observed.device, config, requests)
+        threads = None
+        if setup.storage is not None and setup.backend.startswith("virtual"):
+            threads = SeededThreads(observed.recorder or NoRecorder(), setup.seed, changes=setup.changes)
+            self._stack.callback(threads.close)
+        engine = build_engine(observed.device, config, requests, threads=threads, backend=setup.store)
+        self._stack.callback(engine.close)
+        observed.watch(engine)
         if setup.gated:
             gate = WriterGate(engine.scheduler, timeout_s=setup.gate_timeout_s)
             engine.controller.on_transfer = gate.on_transfer
@@ -288,6 +328,7 @@ class Lab:
                 chosen.after_step(engine)
 
         engine.run(requests, after_step=after_step)
+        engine.close()
         result = Run(engine, observed)
         observed.bare.close()
         return result
@@ -405,7 +446,8 @@ class Tiers:
         """A transfer's pages, its index tensors ready at once."""
         ids = page_ids(device_pages), page_ids(host_pages)
         index = torch.from_numpy(ids[0]).to(self.device.torch_device, copy=True)
-        return PageMove(next(self._moves), *ids, index, torch.from_numpy(ids[1]))
+        transfer = next(self._moves)
+        return PageMove(*ids, index, torch.from_numpy(ids[1]), transfer, IndexBlock(transfer, index))
 
     def contents(self, pages: PageIds | Sequence[int]) -> list[list[float]]:
         """Of device pages: per layer the one value each page holds, NaN if it is not one. Device idle."""

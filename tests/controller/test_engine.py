@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
-from hicache_obs.controller.scheduler import SchedulerOptions
+from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ConfigError, StreamError
 from hicache_obs.records import Direction, EventWait, Kernel, Memcpy, Purpose, WaitStream

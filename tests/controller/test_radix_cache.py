@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hicache_obs.controller.radix_cache import InsertResult, Node, RadixCache
-from hicache_obs.errors import ControllerError, PagePinned
+from hicache_obs.controller.radix_cache import HostHold, InsertResult, Node, RadixCache
+from hicache_obs.errors import ConfigError, ControllerError, PagePinned
 from hicache_obs.records import page_ids
 
 PAGE = 2
@@ -326,6 +326,93 @@ def test_eviction_does_not_scan() -> None:
     assert looked <= 5 * 1000
 
 
+def on_host(cache: RadixCache, *texts: str) -> dict[int, str]:
+    """Each text backed up and taken off the device; text by its host page."""
+    pages = {}
+    for number, text in enumerate(texts):
+        backed_up(cache, insert(cache, text, 10 * number).last_node, 100 + number)
+        pages[100 + number] = text
+    cache.evict_device(99)
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"), [("lru", "bcda"), ("lfu", "dbca"), ("priority", "cabd")], ids=["lru", "lfu", "priority"]
+)
+def test_what_host_memory_gives_up_first(policy: str, order: str) -> None:
+    cache = RadixCache(PAGE, host_eviction=policy)
+    pages = on_host(cache, "a", "b", "c", "d")
+    for text, priority in (("a", 1), ("c", 0), ("b", 2), ("b", 0), ("d", 3), ("c", 0), ("a", 0), ("a", 0)):
+        cache.record_use(cache.match(tokens(text)).last_node, priority)
+    for text in "bcda":  # least recently used first
+        cache.match(tokens(text))
+    assert [pages[int(cache.evict_host(1)[0])] for _ in order] == list(order)
+
+
+def test_the_eviction_policy_is_one_of_three() -> None:
+    with pytest.raises(ConfigError, match=r"^host_eviction: 'random'; expected one of lru, lfu, priority$"):
+        RadixCache(PAGE, host_eviction="random")
+
+
+def test_a_hold_keeps_host_pages_and_nothing_else() -> None:
+    cache = RadixCache(PAGE)
+    parent = backed_up(cache, insert(cache, "ab", 0).last_node, 50)
+    child = backed_up(cache, insert(cache, "abc", 10).last_node, 60)
+    hold = cache.hold_host([child])
+    assert len(cache.evict_device(9).pages) == 3
+    assert cache.host_evictable_pages == 0
+    assert cache.evict_host(9).tolist() == []
+    cache.match(tokens("a"))  # splits the parent
+    cache.check_invariants()
+    cache.release_host(hold)
+    assert cache.host_evictable_pages == 3
+    assert sorted(cache.evict_host(9).tolist()) == [50, 51, 60]
+    assert (parent.parent, child.parent) == (None, None)
+    with pytest.raises(ControllerError, match="release_host: the hold has ended before"):
+        cache.release_host(hold)
+
+
+def test_only_what_is_in_host_memory_can_be_held() -> None:
+    cache = RadixCache(PAGE)
+    node = insert(cache, "a", 0).last_node
+    with pytest.raises(ControllerError, match=r"hold_host: .* has no host pages"):
+        cache.hold_host([node])
+
+
+def test_a_node_that_is_about_to_be_lost_may_be_kept() -> None:
+    cache = RadixCache(PAGE)
+    insert(cache, "a", 0)
+    insert(cache, "b", 1)
+    dropped: list[Node] = []
+
+    def keep_a(node: Node) -> None:
+        dropped.append(node)
+        if node.tokens[0] == ord("a"):
+            cache.attach_host(node, page_ids([7]))
+
+    assert cache.evict_device(2, before_drop=keep_a).pages.tolist() == [0, 1]
+    assert len(dropped) == 2
+    assert matched(cache, "a") == ([], [7])
+    assert matched(cache, "b") == ([], [])
+
+
+def test_host_pages_from_elsewhere() -> None:
+    """Taken behind what is in host memory; a device-only prefix must be backed up first."""
+    cache = RadixCache(PAGE)
+    node = insert(cache, "ab", 0).last_node
+    refused = cache.insert_host(tokens("abcd"), 2, page_ids([5, 6]), page_ids([1, 2]))
+    assert (refused.nodes, refused.left_pages.tolist()) == ((), [5, 6])
+    backed_up(cache, node, 50)
+    taken = cache.insert_host(tokens("abcd"), 2, page_ids([5, 6]), page_ids([1, 2]))
+    assert taken.left_pages.tolist() == []
+    assert matched(cache, "abcd") == ([0, 1], [5, 6])
+    again = cache.insert_host(tokens("abcde"), 2, page_ids([7, 8, 9]), page_ids([3, 4, 5]))
+    assert again.left_pages.tolist() == [7, 8]
+    assert matched(cache, "abcde") == ([0, 1], [5, 6, 9])
+    with pytest.raises(ControllerError, match="insert_host: 4 tokens for 1 and 2 pages with 2 sources"):
+        cache.insert_host(tokens("ab"), 1, page_ids([1, 2]), page_ids([1, 2]))
+
+
 Path = tuple[str, ...]
 
 
@@ -351,6 +438,7 @@ class AgainstADictionary(RuleBasedStateMachine):
         self.next_page = 0
         self.locks: list[tuple[Node, Path]] = []
         self.transfers: list[tuple[str, Node, list[Path]]] = []
+        self.holds: list[tuple[HostHold, Path]] = []
 
     texts = st.text("abAB", max_size=6)
 
@@ -375,6 +463,10 @@ class AgainstADictionary(RuleBasedStateMachine):
     def held(self) -> set[Path]:
         ends = [path for _node, path in self.locks] + [paths[-1] for _kind, _node, paths in self.transfers]
         return {path[:end] for path in ends for end in range(1, len(path) + 1)}
+
+    def kept_on_host(self) -> set[Path]:
+        held = {path[:end] for _hold, path in self.holds for end in range(1, len(path) + 1)}
+        return held | self.held()
 
     def leading(self, text: str, tier: str, start: int = 0) -> list[Path]:
         found = []
@@ -456,6 +548,59 @@ class AgainstADictionary(RuleBasedStateMachine):
         for path in self.paths(node):
             self.model[path].pins.add(kind)
 
+    @rule(text=texts)
+    def hold_host(self, text: str) -> None:
+        match = self.cache.match(tokens(text))
+        nodes = [node for node in (*match.device_nodes, *match.host_nodes) if node.host_pages is not None]
+        if nodes:
+            self.holds.append((self.cache.hold_host([nodes[-1]]), self.path(nodes[-1])))
+
+    @precondition(lambda self: self.holds)
+    @rule(which=st.integers(0, 99))
+    def release_host(self, which: int) -> None:
+        hold, path = self.holds.pop(which % len(self.holds))
+        assert self.path(hold.nodes[-1]) == path
+        self.cache.release_host(hold)
+
+    @rule(text=texts, first=st.integers(0, 6))
+    def insert_host(self, text: str, first: int) -> None:
+        first = min(first, len(text))
+        pages, sources = self.fresh(len(text) - first), self.fresh(len(text) - first)
+        match = self.cache.match(tokens(text))
+        taken: list[Path] = []
+        cached = done = 0
+        for node in (*match.device_nodes, *match.host_nodes):
+            done = cached
+            cached += len(node.tokens) // PAGE
+            if node.host_pages is None:
+                if done < first:
+                    break
+                taken += self.paths(node)
+        else:
+            if cached >= first:
+                taken += [tuple(text[:end]) for end in range(cached + 1, len(text) + 1)]
+        result = self.cache.insert_host(tokens(text), first, pages, sources)
+        left = set(result.left_pages.tolist())
+        for end, page, source in zip(range(first + 1, len(text) + 1), pages.tolist(), sources.tolist(), strict=True):
+            path = tuple(text[:end])
+            assert (path in taken) == (page not in left)
+            if path in taken:
+                known = self.model.setdefault(path, ModelPage())
+                known.host, known.host_source = page, source
+                known.source = source if known.device is None else known.source
+
+    @rule()
+    def clear(self) -> None:
+        """Refused while anything is held; and a refusal changes nothing."""
+        if self.kept_on_host():
+            with pytest.raises(ControllerError, match=r"clear: .* is in use"):
+                self.cache.clear()
+            return
+        device, host = (set(pages.tolist()) for pages in self.cache.clear())
+        assert device == {page.device for page in self.model.values()} - {None}
+        assert host == {page.host for page in self.model.values()} - {None}
+        self.model.clear()
+
     @precondition(lambda self: self.transfers)
     @rule(which=st.integers(0, 99))
     def complete(self, which: int) -> None:
@@ -499,7 +644,7 @@ class AgainstADictionary(RuleBasedStateMachine):
         assert len(lost) == len(pages)
         assert len(pages) >= min(n, available)
         assert all(self.model[path].device is None for path in lost)
-        assert not lost & self.held()
+        assert not lost & self.kept_on_host()
         for path in lost:
             del self.model[path]
 
@@ -526,7 +671,8 @@ class AgainstADictionary(RuleBasedStateMachine):
         assert self.cache.host_pages_total == len(host)
         assert self.cache.device_evictable_pages == len([path for path in device if path not in held])
         host_only = [path for path in host if self.model[path].device is None]
-        assert self.cache.host_evictable_pages == len([path for path in host_only if path not in held])
+        kept = self.kept_on_host()
+        assert self.cache.host_evictable_pages == len([path for path in host_only if path not in kept])
 
 
 AgainstADictionary.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

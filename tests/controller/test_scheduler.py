@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ from hypothesis import strategies as st
 
 from hicache_obs.controller.batch import BatchMode
 from hicache_obs.controller.engine import Engine
+from hicache_obs.controller.eviction import EVICTION_POLICIES
 from hicache_obs.controller.scheduler import Scheduler
+from hicache_obs.controller.scheduler_options import BARRIERS, RETRACTIONS, WRITE_POLICIES
 from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ControllerError
 from hicache_obs.findings import Hazard
-from hicache_obs.records import page_ids, unpack_rows
+from hicache_obs.records import unpack_rows
 from hicache_obs.streams import SCHEDULES
+from hicache_obs.testing.consistency import check_drained, check_engine
 
 LAYERS, PAGE_SIZE = 3, 4
 FENCED = pytest.mark.parametrize("fence", ["stream", "page"])
@@ -28,30 +32,12 @@ def largest(requests: list[Request]) -> int:
     return max(-(-(len(request.prompt) + request.output_length + 1) // PAGE_SIZE) for request in requests)
 
 
-def assert_consistent(engine: Engine) -> None:
-    """What holds after every step: the tree's rules; and no page is lost or owned twice."""
-    scheduler, radix = engine.scheduler, engine.scheduler.radix
-    radix.check_invariants()
-    owned = [scheduler._owned(state) for state in scheduler._running]
-    cached = [node.device_pages for node in radix.nodes() if node.device_pages is not None]
-    pages = np.concatenate([page_ids([]), *owned, *cached])
-    assert len(np.unique(pages)) == len(pages) == scheduler.device_pages.in_use
-    assert radix.host_pages_total == scheduler.host_pages.in_use
-    slots = [state.slot for state in scheduler._running]
-    assert sorted(slots + scheduler._free_slots) == list(range(scheduler.options.max_running))
-
-
 def assert_drained(engine: Engine) -> None:
-    """What holds at the end: no lock, no pin, no transfer, and every page in use belongs to the tree."""
-    scheduler, radix = engine.scheduler, engine.scheduler.radix
-    assert scheduler.device_pages.in_use == radix.device_pages_total == radix.device_evictable_pages
-    assert scheduler.host_pages.in_use == radix.host_pages_total
-    assert all(not (node.lock_ref or node.loading or node.backing_up) for node in radix.nodes())
-    assert engine.controller.transfers_in_flight == 0
-    assert scheduler.counters.finished == len(scheduler.outputs)
+    """What holds at the end."""
+    check_drained(engine)
+    scheduler = engine.scheduler
     assert engine.controller.counters.restored_pages == len(scheduler.restored)
     assert engine.ledger.checks >= LAYERS * len(scheduler.restored)  # the round that restores a page checks it
-    assert scheduler.done
 
 
 def check_batches(engine: Engine) -> None:
@@ -92,12 +78,22 @@ workloads = st.fixed_dictionaries(
 setups = st.fixed_dictionaries(
     {
         "fence": st.sampled_from(["stream", "page"]),
+        "write_fence": st.sampled_from([None, "stream", "page"]),
         "backend": st.sampled_from([f"virtual-{schedule}" for schedule in SCHEDULES]),
         "seed": st.integers(0, 1000),
         "host_pages": st.sampled_from([6, 20, 64]),
         "max_running": st.sampled_from([1, 3, 6]),
         "max_extend_tokens": st.sampled_from([16, 64]),
-        "early_backup": st.booleans(),
+    }
+)
+policies = st.fixed_dictionaries(
+    {
+        "chunked_prefill": st.booleans(),
+        "write_policy": st.sampled_from(WRITE_POLICIES),
+        "write_threshold": st.sampled_from([1, 2, 3]),
+        "host_eviction": st.sampled_from(EVICTION_POLICIES),
+        "retraction": st.sampled_from(RETRACTIONS),
+        "barrier": st.sampled_from(BARRIERS),
     }
 )
 
@@ -110,12 +106,14 @@ setups = st.fixed_dictionaries(
     phases=[Phase.explicit, Phase.generate],  # shrinking whole runs takes minutes, and says little more
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(workload=workloads, setup=setups, spare=st.sampled_from([0, 1, 4, 12]))
-def test_any_workload_in_any_setup(lab, runner, workload, setup, spare):
+@given(workload=workloads, setup=setups, policies=policies, early=st.booleans(), spare=st.sampled_from([0, 1, 4, 12]))
+def test_any_workload_in_any_setup(lab, runner, workload, setup, policies, early, spare):
     """Fenced, tokens are those of a run without host tier, nothing is found or spoiled, and nothing is left over."""
-    requests = lab.requests(**workload)
-    setup = {**setup, "device_pages": largest(requests) + spare, "prepare": check_batches}
-    run = lab.run(requests, runner=runner, after_step=assert_consistent, **setup)
+    requests = [replace(request, priority=request.request_id % 3) for request in lab.requests(**workload)]
+    early = early and policies["write_policy"] == "write_through"
+    setup = {**setup, "policies": policies, "early_backup": early, "prepare": check_batches}
+    setup["device_pages"] = largest(requests) + spare
+    run = lab.run(requests, runner=runner, after_step=check_engine, **setup)
     assert run.outputs == lab.reference(requests, runner=runner)
     assert run.findings == []
     assert run.corrupted == []
@@ -128,7 +126,7 @@ def test_any_workload_in_any_setup(lab, runner, workload, setup, spare):
 def test_on_threads(lab, runner, fence, gated):
     requests = lab.requests(seed=3)
     setup = {"runner": runner, "fence": fence, "gated": gated, "device_pages": 16, "early_backup": True}
-    run = lab.run(requests, backend="threads", after_step=assert_consistent, **setup)
+    run = lab.run(requests, backend="threads", after_step=check_engine, **setup)
     assert run.outputs == lab.reference(requests, runner=runner)
     assert run.findings == []
     assert run.corrupted == []
@@ -237,7 +235,7 @@ class Recounted:
 def test_write_backs_that_nobody_submitted_do_not_hold_up_admission(lab):
     """A finished request's pages are pinned by its queued write-back, and no round can run before they are evicted."""
     requests = [Request(n, 0, np.arange(100 * n, 100 * n + 14) % 512, 1) for n in range(3)]
-    run = lab.run(requests, device_pages=largest(requests), after_step=assert_consistent)
+    run = lab.run(requests, device_pages=largest(requests), after_step=check_engine)
     assert run.outputs == lab.reference(requests)
     assert run.engine.controller.counters.backed_up_pages == 9
 
@@ -253,7 +251,7 @@ def test_a_finished_request_whose_continuation_is_already_running(lab, fence):
     again = Request(3, 0, np.concatenate([first, answer[:4], [9, 9, 9]]), 2)
     requests += [Request(4, 0, np.arange(200, 236), 1), again]
 
-    run = lab.run(requests, fence=fence, device_pages=10, max_running=2, after_step=assert_consistent)
+    run = lab.run(requests, fence=fence, device_pages=10, max_running=2, after_step=check_engine)
     fenced = fence != "none"
     assert set(run.hazards) == (set() if fenced else {Hazard.RAW_FORWARD_BACKUP})
     assert bool(run.corrupted) == (not fenced)
@@ -296,11 +294,11 @@ def test_host_memory_is_evicted_and_too_little_of_it_backs_up_less(lab):
     requests = lab.requests(40, seed=4)
     backed_up = []
     for pages in (64, 12, 1):
-        run = lab.run(requests, host_pages=pages, after_step=assert_consistent)
+        run = lab.run(requests, host_pages=pages, after_step=check_engine)
         assert run.outputs == lab.reference(requests)
         assert run.findings == []
         backed_up.append(
-            (run.engine.controller.counters.restored_pages, run.engine.scheduler.counters.evicted_host_pages)
+            (run.engine.controller.counters.restored_pages, run.engine.scheduler.backups.counters.evicted_host_pages)
         )
     assert [restored for restored, _ in backed_up] == sorted((restored for restored, _ in backed_up), reverse=True)
     assert backed_up[1][1] > 0
@@ -308,7 +306,7 @@ def test_host_memory_is_evicted_and_too_little_of_it_backs_up_less(lab):
 
 def test_without_host_tier_nothing_is_transferred(lab):
     requests = lab.requests(seed=3)
-    run = lab.run(requests, host_tier=False, device_pages=16, after_step=assert_consistent)
+    run = lab.run(requests, host_tier=False, device_pages=16, after_step=check_engine)
     assert run.outputs == lab.reference(requests)
     counters = run.engine.controller.counters
     assert (counters.load_backs, counters.write_backs, counters.index_moves) == (0, 0, 0)

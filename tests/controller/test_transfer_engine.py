@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_obs.controller.transfer_engine import INDEX_BUFFERS, PageMove, _runs
+from hicache_obs.controller.page_copies import runs
 from hicache_obs.records import Access, Direction, Memcpy, Mode, RecordStream, Space, Work, page_ids
 
 PAGES = 12
@@ -210,19 +209,13 @@ def test_the_directions_have_streams_of_their_own(lab):
 @given(pairs=page_pairs())
 def test_runs_are_the_pages_in_order_and_cannot_be_joined(pairs):
     device_pages, host_pages = map(page_ids, pairs)
-    runs = _runs(device_pages, host_pages)
-    assert [d + i for d, _, n in runs for i in range(n)] == device_pages.tolist()
-    assert [h + i for _, h, n in runs for i in range(n)] == host_pages.tolist()
-    for (d, h, n), following in itertools.pairwise(runs):
+    found = runs(device_pages, host_pages)
+    assert [d + i for d, _, n in found for i in range(n)] == device_pages.tolist()
+    assert [h + i for _, h, n in found for i in range(n)] == host_pages.tolist()
+    for (d, h, n), following in itertools.pairwise(found):
         assert (d + n, h + n) != following[:2]
 
 
 def test_runs_by_example():
-    assert _runs(page_ids([3, 4, 5, 9, 10]), page_ids([0, 1, 7, 8, 9])) == [(3, 0, 2), (5, 7, 1), (9, 8, 2)]
-    assert _runs(page_ids([]), page_ids([])) == []
-
-
-def test_index_buffer_ids_are_bounded():
-    none = np.empty(0, np.int64)
-    ids = [PageMove(n, none, none, torch.empty(0), torch.empty(0)).index_buffer.tolist() for n in (1, INDEX_BUFFERS)]
-    assert ids == [[1], [0]]
+    assert runs(page_ids([3, 4, 5, 9, 10]), page_ids([0, 1, 7, 8, 9])) == [(3, 0, 2), (5, 7, 1), (9, 8, 2)]
+    assert runs(page_ids([]), page_ids([])) == []

@@ -1,4 +1,4 @@
-"""A recorded evening: the demo without and with fences under a real Prometheus and Alertmanager.
+"""A recorded evening: the demo without and with fences under a real Prometheus and Alertmanager, its spans received.
 
 Everything the tests of this folder look at afterwards is in that Prometheus, so it runs once.
 """
@@ -29,6 +29,8 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from hicache_obs.testing.otlp_receiver import Receiver
+
 RULES = importlib.resources.files("hicache_obs.dashboards") / "prometheus"
 DEADLINE_S = 90
 POLL_S = 0.2
@@ -38,6 +40,8 @@ SETTLE_S = 3
 SCRAPE = "500ms"
 SHORT = {"15m": "12s", "6h": "1m", "5m": "10s", "30s": "500ms"}
 """What the windows of the committed rules become here; what they mean is the business of the promtool tests."""
+SENDING = {"HICACHE_OBS_SPAN_ONE_IN": "5", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+"""Some traces of the fenced run as well, and soon enough for the next scrape."""
 
 Alert = dict[str, Any]
 
@@ -58,6 +62,7 @@ class Recording:
         url: Of the Prometheus, still running.
         racy, safe: The period of the unfenced demo, and of the fenced one at the same address.
         instance, other: Addresses of that node, and of one that was fenced all the time.
+        receiver: Of the spans of all demos, still listening.
         webhooks: Alerts as they arrived, by receiver.
     """
 
@@ -66,6 +71,7 @@ class Recording:
     safe: Period
     instance: str
     other: str
+    receiver: Receiver
     webhooks: dict[str, list[Alert]] = field(default_factory=dict)
 
     def query(self, expr: str, at: float) -> list[dict[str, Any]]:
@@ -78,6 +84,12 @@ class Recording:
         except urllib.error.HTTPError as error:
             pytest.fail(f"{expr}\n{error.read().decode()}")
 
+    def exemplars(self, selector: str, period: Period) -> list[dict[str, Any]]:
+        """What Prometheus has stored of the exemplars of the selected series."""
+        values = urllib.parse.urlencode({"query": selector, "start": period.start, "end": period.end})
+        with urllib.request.urlopen(f"{self.url}/api/v1/query_exemplars?{values}", timeout=20) as answer:
+            return [exemplar for series in json.load(answer)["data"] for exemplar in series["exemplars"]]
+
 
 def until(done: Callable[[], bool], what: str) -> None:
     """Wait for something that takes seconds on an idle machine."""
@@ -87,10 +99,16 @@ def until(done: Callable[[], bool], what: str) -> None:
         time.sleep(POLL_S)
 
 
-def free_port() -> int:
+def any_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """``free_port()``: a port of loopback that nobody uses."""
+    return any_free_port
 
 
 def answers(url: str) -> bool:
@@ -106,9 +124,11 @@ class Processes:
         self._stack = stack
         self._folder = folder
 
-    def start(self, name: str, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
+    def start(self, name: str, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[bytes]:
         with (self._folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self._folder)
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, cwd=self._folder, env={**os.environ, **environment}
+            )
         self._stack.callback(self.end, process)
         return process
 
@@ -124,12 +144,13 @@ class Processes:
 
 
 class Demo:
-    """``hicache-obs demo --serve`` in a process of its own."""
+    """``hicache-obs demo --serve --otlp`` in a process of its own."""
 
-    def __init__(self, processes: Processes, folder: Path, port: int, fence: str) -> None:
+    def __init__(self, processes: Processes, folder: Path, port: int, fence: str, otlp: str) -> None:
         self._results = folder / f"{fence}-{port}.json"
-        options = ["--requests", REQUESTS, "--fence", fence, "--serve", str(port), "--json", str(self._results)]
-        self.process = processes.start("demo", [sys.executable, "-m", "hicache_obs", "demo", *options])
+        served = ["--serve", str(port), "--otlp", otlp, "--json", str(self._results)]
+        command = [sys.executable, "-m", "hicache_obs", "demo", "--requests", REQUESTS, "--fence", fence, *served]
+        self.process = processes.start("demo", command, **SENDING)
 
     @property
     def ended(self) -> bool:
@@ -224,10 +245,12 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
     prometheus = require_tool("prometheus", install="apt-get install prometheus")
     alertmanager = require_tool("prometheus-alertmanager", install="apt-get install prometheus-alertmanager")
     folder = tmp_path_factory.mktemp("evening")
-    ports = [free_port() for _ in range(4)]
+    ports = [any_free_port() for _ in range(4)]
     node, other, served, alerts = (f"127.0.0.1:{port}" for port in ports)
     webhooks: dict[str, list[Alert]] = {}
     with ExitStack() as stack:
+        receiver = Receiver()
+        stack.callback(receiver.close)
         processes = Processes(stack, folder)
         sglang = [(serve_sglang(stack, ":"), "engine-0"), (serve_sglang(stack, "_"), "engine-1")]
         agents = [(node, "engine-1"), (other, "engine-0")]  # the worst one's name is not the first
@@ -243,12 +266,18 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
             ],
         )
         start = time.time()
-        racy = Demo(processes, folder, ports[0], "none")
-        Demo(processes, folder, ports[1], "page")
+        racy = Demo(processes, folder, ports[0], "none", receiver.url)
+        Demo(processes, folder, ports[1], "page", receiver.url)
         until(lambda: answers(f"http://{node}/metrics") and answers(f"http://{other}/metrics"), "the demos serve")
         processes.start(
             "prometheus",
-            [prometheus, "--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address={served}"],
+            [
+                prometheus,
+                "--config.file=prometheus.yml",
+                "--storage.tsdb.path=data",
+                f"--web.listen-address={served}",
+                "--enable-feature=exemplar-storage",
+            ],
         )
         until(lambda: answers(f"http://{served}/-/ready"), "Prometheus is ready")
         until(lambda: racy.ended and has(webhooks, "firing"), "the violation pages")
@@ -256,11 +285,12 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
         racy_end = time.time()
         processes.end(racy.process)
         safe_start = time.time()
-        safe = Demo(processes, folder, ports[0], "stream")
+        safe = Demo(processes, folder, ports[0], "stream", receiver.url)
         until(lambda: safe.ended and has(webhooks, "resolved"), "the page is over")
         time.sleep(SETTLE_S)
         end = time.time()
-        yield Recording(f"http://{served}", Period(start, racy_end), Period(safe_start, end), node, other, webhooks)
+        periods = Period(start, racy_end), Period(safe_start, end)
+        yield Recording(f"http://{served}", *periods, node, other, receiver, webhooks)
 
 
 def has(webhooks: dict[str, list[Alert]], status: str) -> bool:
@@ -270,10 +300,3 @@ def has(webhooks: dict[str, list[Alert]], status: str) -> bool:
         for group in list(webhooks.get("pager", []))
         for alert in group["alerts"]
     )
-
-
-@pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: ``HICACHE_OBS_PICTURES``, else a temporary folder."""
-    folder = os.environ.get("HICACHE_OBS_PICTURES")
-    return Path(folder).resolve() if folder else tmp_path_factory.mktemp("pictures")

@@ -10,10 +10,11 @@ from typing import Any
 import promql_parser
 import pytest
 
-from hicache_obs.dashboards.overview import VERDICTS
+from hicache_obs.dashboards.common import VERDICTS
 from hicache_obs.dashboards.panels import NOT_CHECKED, Unit
 from hicache_obs.dashboards.queries import VARIABLES, series
-from hicache_obs.exporters.catalogue import CATALOGUE, MetricType
+from hicache_obs.exporters.catalogue import CATALOGUE
+from hicache_obs.exporters.metric_row import MetricType
 
 FOLDER = importlib.resources.files("hicache_obs.dashboards")
 BOARDS: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_obs.dashboards.overview import VERDICTS
+from hicache_obs.dashboards.common import VERDICTS
 
 
 @pytest.fixture

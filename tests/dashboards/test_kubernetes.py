@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -11,13 +12,18 @@ import pytest
 import yaml
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
+from hicache_obs.config import read_text
+from hicache_obs.exporters.endpoint import HEALTHY
+
 FOLDER = importlib.resources.files("hicache_obs.dashboards")
 KUBERNETES = "1.33"
+FILES = {file.name for file in (FOLDER / "kubernetes").iterdir()}
+KUSTOMIZATION = yaml.safe_load((FOLDER / "kubernetes" / "kustomization.yaml").read_text())
 OPERATOR = {"PodMonitor": PodMonitor, "PrometheusRule": PrometheusRule}
 MANIFESTS: dict[str, Any] = {
     f"{body['kind']}/{body['metadata']['name']}": body
     for file in (FOLDER / "kubernetes").iterdir()
-    if file.name != "kustomization.yaml"
+    if file.name not in ("kustomization.yaml", "token")
     for body in yaml.safe_load_all(file.read_text(encoding="utf-8"))
 }
 SERVER = MANIFESTS["StatefulSet/sglang"]["spec"]["template"]
@@ -54,9 +60,7 @@ def test_a_misspelt_field_does_not(name: str) -> None:
 
 
 def test_all_files_are_applied() -> None:
-    listed = yaml.safe_load((FOLDER / "kubernetes" / "kustomization.yaml").read_text())["resources"]
-
-    assert {*listed, "kustomization.yaml"} == {file.name for file in (FOLDER / "kubernetes").iterdir()}
+    assert {*KUSTOMIZATION["resources"], "kustomization.yaml"} == FILES - {"token"}
 
 
 def test_the_rules_are_those_of_prometheus() -> None:
@@ -80,13 +84,41 @@ def test_server_and_agent_share_the_rings_and_the_user() -> None:
         name: {variable["name"]: variable["value"] for variable in container["env"]}
         for name, container in CONTAINERS.items()
     }
-    mounts = [container["volumeMounts"] for container in CONTAINERS.values()]
+    mounts = [container["volumeMounts"][:1] for container in CONTAINERS.values()]
 
     assert settings["sglang"]["HICACHE_OBS_DIR"] == settings["hicache-obs-agent"]["HICACHE_OBS_DIR"]
     assert mounts[0] == mounts[1]
     assert settings["hicache-obs-agent"]["HICACHE_OBS_DIR"].startswith(mounts[0][0]["mountPath"] + "/")
     assert SERVER["spec"]["securityContext"]["runAsUser"] == 1000
     assert not any("runAsUser" in container.get("securityContext", {}) for container in CONTAINERS.values())
+
+
+def test_agent_and_prometheus_share_a_token_that_is_in_no_file(checkout: Path) -> None:
+    """Made by kustomize of a file that git ignores; mounted into the agent only; shown by Prometheus."""
+    agent, (generated,) = CONTAINERS["hicache-obs-agent"], KUSTOMIZATION["secretGenerator"]
+    volumes = {volume["name"]: volume for volume in SERVER["spec"]["volumes"]}
+    (mount,) = (one for one in agent["volumeMounts"] if "secret" in volumes[one["name"]])
+    (variable,) = (one["value"] for one in agent["env"] if one["name"] == "HICACHE_OBS_TOKEN_FILE")
+    own, server = MANIFESTS["PodMonitor/hicache-obs"]["spec"]["podMetricsEndpoints"]
+
+    assert generated == {"name": "hicache-obs-token", "namespace": "llm", "files": ["token"]}
+    assert KUSTOMIZATION["generatorOptions"] == {"disableNameSuffixHash": True}
+    assert variable == f"{mount['mountPath']}/token"
+    assert volumes[mount["name"]]["secret"]["secretName"] == generated["name"]
+    assert own["authorization"] == {"type": "Bearer", "credentials": {"name": generated["name"], "key": "token"}}
+    assert "authorization" not in server
+    assert volumes[mount["name"]]["secret"]["defaultMode"] == 0o440
+    assert not any(volumes[one["name"]].get("secret") for one in CONTAINERS["sglang"]["volumeMounts"])
+    assert "/dashboards/kubernetes/token" in (checkout / ".gitignore").read_text().splitlines()
+    assert read_text("token_file", {"HICACHE_OBS_TOKEN_FILE": variable})[0] == variable
+
+
+def test_a_broken_agent_is_restarted_and_never_takes_its_server_out_of_service() -> None:
+    """The page of the one probe needs no token."""
+    agent = CONTAINERS["hicache-obs-agent"]
+
+    assert agent["livenessProbe"]["httpGet"]["path"] == HEALTHY
+    assert "readinessProbe" not in agent
 
 
 def test_ports_and_labels_meet() -> None:

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 
 RENDER = Path(__file__).parent / "render"
 DEADLINE_S = 90
-RED, GREEN = (242, 73, 92), (115, 191, 105)
-"""Grafana's red and green as ``rgb`` of a computed style has them."""
+RED, GREEN, ORANGE = (242, 73, 92), (115, 191, 105), (255, 152, 48)
+"""Grafana's colours as ``rgb`` of a computed style has them."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,24 @@ def test_without_data_nothing_looks_safe(draw: Draw, recording: Any) -> None:
     page = draw("overview", replace(recording.racy, start=start - 3600, end=start - 3000), "not-checked")
 
     assert page.errors == []
-    for title in ("Verdict", "Violations", "Coverage", "Pairs checked"):
+    assert page.cut == []
+    for title in ("Verdict", "Violations", "Unfenced transfers", "Coverage", "Pairs checked"):
         assert page.text(title) == "NOT CHECKED"
         assert not page.has_color(title, GREEN)
+        assert page.has_color(title, ORANGE)
+    assert page.text("Fence wait share") == "No traffic"
+    assert not page.has_color("Fence wait share", GREEN)
+
+
+def test_what_cannot_be_seen_is_not_a_green_zero(safe_pages: dict[str, Page]) -> None:
+    """A hazard without records has no number of violations."""
+    lines = safe_pages["detector"].text("Hazards").splitlines()
+    row = lines[lines.index("rdma") :][:6]
+
+    assert row == ["rdma", "NOT OBSERVABLE", "0", "0", "–", "–"]
+    row = lines[lines.index("waw_forward_restore") :][:6]
+    assert row[1] == "watched"
+    assert row[4:] == ["0", "0"]
 
 
 def test_whole_numbers_are_whole(racy_page: Page, recording: Any) -> None:

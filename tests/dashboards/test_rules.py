@@ -15,7 +15,8 @@ import promql_parser
 import pytest
 import yaml
 
-from hicache_obs.exporters.catalogue import CATALOGUE, MetricType
+from hicache_obs.exporters.catalogue import CATALOGUE
+from hicache_obs.exporters.metric_row import MetricType
 from hicache_obs.exporters.prometheus import Metrics, render
 
 FOLDER = importlib.resources.files("hicache_obs.dashboards")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ def call(*command: str | Path, **options: Any) -> None:
 
 @pytest.fixture(scope="module", params=["nvtx 0.2.11", "newest nvtx with a shim"])
 def recorded(
-    request: pytest.FixtureRequest, require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    require_tool: Callable[..., Path],
+    nsys_alone: Callable[[], AbstractContextManager[None]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Recorded:
     """A recording of all fence policies of the demo, in one process."""
     nsys = require_tool("nsys", install=INSTALL)
@@ -76,7 +80,8 @@ def recorded(
     files = ["--journal", str(folder / "journal"), "--json", str(folder / "demo.json")]
     command = [sys.executable, "-m", "hicache_obs", "demo", *ARGUMENTS, *files]
     profile = ["--trace=nvtx", "--sample=none", "--cpuctxsw=none", "--output", str(folder / "demo")]
-    call(nsys, "profile", *profile, *command, env=environment)
+    with nsys_alone():
+        call(nsys, "profile", *profile, *command, env=environment)
     if not (folder / "demo.nsys-rep").exists():  # Debian's nsys does not find its own importer
         call(importer, "-i", folder / "demo.qdstrm", env=environment)
     modes = json.loads((folder / "demo.json").read_text())["modes"]

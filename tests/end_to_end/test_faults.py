@@ -6,15 +6,22 @@ import errno
 import itertools
 import json
 import os
+import re
 import socket
+import struct
 import time
+import urllib.request
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hicache_obs.cli import demo as demo_module
 from hicache_obs.cli import main
+from hicache_obs.exporters.server import Server
 from hicache_obs.readers import journal_writer, open_trace
 from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.records import Lost
@@ -114,6 +121,40 @@ def test_a_disk_that_is_full_for_a_while(
     lost = [record for record in holed if isinstance(record, Lost)]
     assert len(lost) == 1
     assert len(holed) - 1 + lost[0].count == len(whole)
+
+
+def test_a_prometheus_that_dies_in_the_middle_of_a_scrape(
+    demo: Demo, undisturbed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a request, and whole ones whose answers nobody takes; somebody else is served all the same."""
+    make_server = demo_module._server
+    open_sockets: list[socket.socket] = []
+    served: list[str] = []
+
+    def disturbed(*arguments: Any) -> Server:
+        server = make_server(*arguments)
+        for sent in (b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
+            client = socket.create_connection(("127.0.0.1", server.port))
+            client.sendall(sent)
+            open_sockets.append(client)
+        open_sockets[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        open_sockets[1].close()  # at once, as when a process is killed
+        served.append(server.url)
+        return server
+
+    def scrape() -> None:
+        with urllib.request.urlopen(served[0], timeout=60) as answer:
+            served.append(answer.read().decode())
+
+    monkeypatch.setattr(demo_module, "_server", disturbed)
+    monkeypatch.setattr(demo_module, "_interruption", lambda: nullcontext(SimpleNamespace(wait=scrape)))
+    try:
+        assert demo("--serve", "0") == undisturbed
+    finally:
+        for client in open_sockets:
+            client.close()
+    counted = re.findall(r"^hicache_obs_violations_total\{.*\} (\S+)$", served[1], re.MULTILINE)
+    assert sum(map(float, counted)) == undisturbed[0]["violations"]
 
 
 def test_a_port_that_is_taken_is_said_before_anything_runs(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,12 @@ def call(*command: str | Path, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def recording(require_tool: Callable[..., Path], nvtx_0_2_11: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recording(
+    require_tool: Callable[..., Path],
+    nvtx_0_2_11: Path,
+    nsys_alone: Callable[[], AbstractContextManager[None]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """SQLite export of a recording of ``hicache-obs demo``."""
     nsys = require_tool("nsys", install=INSTALL)
     importer = require_tool("QdstrmImporter", install=INSTALL, also=IMPORTER_FOLDERS)
@@ -40,7 +45,8 @@ def recording(require_tool: Callable[..., Path], nvtx_0_2_11: Path, tmp_path_fac
     environment = {**os.environ, "PYTHONPATH": str(nvtx_0_2_11), "TMPDIR": str(folder)}
     command = [sys.executable, "-m", "hicache_obs", "demo", *ARGUMENTS]
     profile = ["--trace=nvtx", "--sample=none", "--cpuctxsw=none", "--output", str(folder / "demo")]
-    call(nsys, "profile", *profile, *command, env=environment)
+    with nsys_alone():
+        call(nsys, "profile", *profile, *command, env=environment)
     if not (folder / "demo.nsys-rep").exists():  # Debian's nsys does not find its own importer
         call(importer, "-i", folder / "demo.qdstrm", env=environment)
     call(nsys, "export", "--type", "sqlite", "--output", folder / "demo.sqlite", folder / "demo.nsys-rep")

@@ -24,9 +24,8 @@ from hicache_obs import __version__
 from hicache_obs.cli import demo, demo_run, main
 from hicache_obs.controller import engine
 from hicache_obs.controller.engine import Engine
-from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, MetricType
-from hicache_obs.exporters.findings_board import FindingsBoard
-from hicache_obs.exporters.prometheus import Metrics
+from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX
+from hicache_obs.exporters.metric_row import MetricType
 from hicache_obs.exporters.server import Server
 from hicache_obs.findings import Hazard
 
@@ -79,8 +78,8 @@ def scrapes() -> list[dict[Series, float]]:
     taken: list[dict[Series, float]] = []
     make_server = demo._server
 
-    def make_and_keep_server(metrics: Metrics, port: int, board: FindingsBoard) -> Server:
-        servers.append(make_server(metrics, port, board))
+    def make_and_keep_server(*arguments: Any) -> Server:
+        servers.append(make_server(*arguments))
         return servers[-1]
 
     def scrape() -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, MetricRow, MetricType, markdown, row
+from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, row
+from hicache_obs.exporters.metric_row import MetricRow, MetricType
+from hicache_obs.exporters.metrics_page import markdown
 from hicache_obs.findings import Hazard
 
 NAMES = [r.name for r in CATALOGUE]

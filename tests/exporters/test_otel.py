@@ -19,10 +19,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from hicache_obs.agent import Fanout
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.errors import ConfigError
-from hicache_obs.exporters.catalogue import CATALOGUE, MetricType, SpanOutcome
+from hicache_obs.exporters.catalogue import CATALOGUE, SpanOutcome
+from hicache_obs.exporters.metric_row import MetricType
+from hicache_obs.exporters.metrics_sink import MetricsSink
 from hicache_obs.exporters.otel import Telemetry
 from hicache_obs.exporters.otlp_options import read_options, resource
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink
+from hicache_obs.exporters.prometheus import Metrics
 from hicache_obs.exporters.spans import FORWARD_ROUND, Span, SpanId
 from hicache_obs.records import (
     NO_OP,
@@ -304,7 +306,7 @@ import os, sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 import test_otel as t
 from hicache_obs.exporters.otel import Telemetry
-from hicache_obs.exporters.prometheus import Metrics
+from hicache_obs.exporters.prometheus import (Metrics)
 made = Telemetry(t.read_options({receiver.url!r}, t.FAST), Metrics(ranks=[t.RANK]), pauses=(.02, .05))
 t.feed(made, t.race(1, fenced=True))
 child = os.fork()

@@ -21,9 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 import hicache_obs
 from hicache_obs.costs import AnalysisSink, FenceCost, TransferCost, TransferKind
 from hicache_obs.errors import ConfigError
-from hicache_obs.exporters.catalogue import CATALOGUE, RANK_LABELS, MetricType, Phase, row
+from hicache_obs.exporters.catalogue import CATALOGUE, RANK_LABELS, Phase, row
 from hicache_obs.exporters.endpoint import serve
-from hicache_obs.exporters.prometheus import ONLY_RANK, TRACED_NS, Exemplar, Metrics, MetricsSink, negotiate, render
+from hicache_obs.exporters.metric_row import MetricType
+from hicache_obs.exporters.metrics_sink import MetricsSink
+from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics, negotiate, render
+from hicache_obs.exporters.rank_metrics import TRACED_NS, Exemplar
 from hicache_obs.exporters.server import Server
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
 from hicache_obs.records import DropReason, OpId, Ranks
@@ -538,8 +541,8 @@ def run_python(code: str, **environment: str) -> str:
 def test_importing_does_not_import_the_client_library() -> None:
     """A plugin that did so would empty the server's own metrics."""
     code = (
-        "import sys, hicache_obs.exporters.prometheus as p;"
-        "p.MetricsSink(p.Metrics()).on_records(1);"
+        "import sys, hicache_obs.exporters.prometheus as p; from hicache_obs.exporters.metrics_sink import MetricsSink;"
+        "MetricsSink(p.Metrics()).on_records(1);"
         "print([m for m in sys.modules if m.startswith('prometheus_client')])"
     )
 
@@ -548,7 +551,8 @@ def test_importing_does_not_import_the_client_library() -> None:
 
 def test_nothing_leaks_into_a_multiprocess_directory(tmp_path: Path) -> None:
     code = (
-        "import hicache_obs.exporters.prometheus as p; m = p.Metrics(); p.MetricsSink(m).on_records(41);"
+        "import hicache_obs.exporters.prometheus as p; from hicache_obs.exporters.metrics_sink import MetricsSink;"
+        "m = p.Metrics(); MetricsSink(m).on_records(41);"
         "print([x for x in p.render(m).decode().splitlines() if x.startswith('hicache_obs_records_total')][0])"
     )
 

@@ -20,9 +20,12 @@ from typing import Any, TypeVar
 import pytest
 
 from hicache_obs.costs import FenceCost, TransferCost, TransferKind
-from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, MetricType, Phase, Provenance, markdown
+from hicache_obs.exporters.catalogue import CATALOGUE, PREFIX, Phase, Provenance
 from hicache_obs.exporters.endpoint import serve
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink, render
+from hicache_obs.exporters.metric_row import MetricType
+from hicache_obs.exporters.metrics_page import markdown
+from hicache_obs.exporters.metrics_sink import MetricsSink
+from hicache_obs.exporters.prometheus import Metrics, render
 from hicache_obs.exporters.server import Server
 from hicache_obs.findings import Cause, Finding, Hazard, Verdict
 from hicache_obs.records import DropReason, OpId, Ranks

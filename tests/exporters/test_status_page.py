@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import subprocess
 import urllib.error
@@ -17,12 +18,14 @@ import pytest
 
 from hicache_obs.agent import Fanout
 from hicache_obs.analyzer import Analyzer
+from hicache_obs.exporters.accepted import Acceptance, Accepted
 from hicache_obs.exporters.catalogue import CATALOGUE, row
 from hicache_obs.exporters.endpoint import serve
 from hicache_obs.exporters.findings_board import MAX_ENTRIES, FindingsBoard
 from hicache_obs.exporters.health import Health, Outcome, read_health
 from hicache_obs.exporters.markup import Html, joined, tag
-from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics, MetricsSink
+from hicache_obs.exporters.metrics_sink import MetricsSink
+from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics
 from hicache_obs.exporters.status_page import MAX_FINDINGS, status_page
 from hicache_obs.findings import BlastRadius, Hazard, Verdict
 from hicache_obs.records import CaptureMode, Define, OpId, Ranks
@@ -31,6 +34,7 @@ from hicache_obs.testing import History
 WAW = Hazard.WAW_FORWARD_RESTORE
 NOW_NS = 1_700_000_000_000_000_000
 RACE, FENCED = "F:w5 L:w5", "F:w5 L<F L:w5"
+NOTHING_ACCEPTED = Accepted()
 HOSTILE = "<script>alert(1)</script>&\"'\n"
 
 
@@ -65,9 +69,11 @@ def words(page: str) -> list[str]:
     return parser.lines
 
 
-def page_of(metrics: Metrics, board: FindingsBoard | None = None, now_ns: int = NOW_NS) -> list[str]:
+def page_of(
+    metrics: Metrics, board: FindingsBoard | None = None, now_ns: int = NOW_NS, accepted: Accepted = NOTHING_ACCEPTED
+) -> list[str]:
     entries = board.entries() if board is not None else []
-    return words(status_page(read_health(metrics), entries, now_ns=now_ns, facts={}))
+    return words(status_page(read_health(metrics), entries, accepted=accepted, now_ns=now_ns, facts={}))
 
 
 def analyze(
@@ -296,10 +302,52 @@ def test_with_a_fence_there_is_none() -> None:
     assert {"SAFE", "None."} <= set(page_of(metrics, board))
 
 
+def test_an_accepted_finding_is_marked_and_comes_after_the_others() -> None:
+    board = FindingsBoard()
+    for number in range(3):
+        analyze(board, names=str(number))
+    newest, *others = [entry.finding.fingerprint for entry in board.entries()]
+    days = [datetime.date(2027, 3, 31)]
+    accepted = Accepted({newest: Acceptance(newest, f"known {HOSTILE}", days[0])}, today=lambda: days[-1])
+    said = page_of(Metrics(), board, accepted=accepted)
+
+    assert [line for line in said if line.startswith("HC-")] == [*others, newest]
+    after = said[said.index(newest) :]
+    assert after[1:4] == ["LATENT", "ACCEPTED", WAW.value]
+    assert f"Accepted until 2027-03-31, UTC: known {HOSTILE}".strip() in after
+    assert said.count("ACCEPTED") == 1
+    days.append(datetime.date(2027, 4, 1))
+    said = page_of(Metrics(), board, accepted=accepted)
+    assert [line for line in said if line.startswith("HC-")] == [newest, *others]
+    assert "ACCEPTED" not in said
+
+
+def test_what_could_not_be_judged_is_never_marked() -> None:
+    board = FindingsBoard()
+    analyze(board)
+    (entry,) = board.entries()
+    name = entry.finding.fingerprint
+    accepted = Accepted({name: Acceptance(name, "known", datetime.date.max)})
+    assert "ACCEPTED" in page_of(Metrics(), board, accepted=accepted)
+    board = FindingsBoard()
+    board.note(Ranks(), replace(entry.finding, verdict=Verdict.UNKNOWN))
+    assert "ACCEPTED" not in page_of(Metrics(), board, accepted=accepted)
+
+
+def test_a_verdict_says_what_it_leaves_out() -> None:
+    metrics = Metrics()
+    feed(metrics, Ranks(), checks_total=7, records_total=9, accepted_total=1)
+    said = page_of(metrics)
+
+    assert "7 operation pairs checked, and every one is ordered but the 1 that is accepted." in said
+    assert said[said.index("accepted") + 1] == "1"
+    assert "accepted" not in page_of(Metrics())
+
+
 def test_names_from_a_ring_are_text() -> None:
     board = FindingsBoard()
     analyze(board, names=HOSTILE)
-    page = status_page([], board.entries(), now_ns=NOW_NS, facts={"rings": HOSTILE})
+    page = status_page([], board.entries(), accepted=NOTHING_ACCEPTED, now_ns=NOW_NS, facts={"rings": HOSTILE})
 
     assert "script" not in page.replace("&lt;script&gt;", "").replace("&lt;/script&gt;", "")
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&amp;&quot;&#x27;") >= 3

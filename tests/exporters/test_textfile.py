@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hicache_obs.errors import ConfigError
-from hicache_obs.exporters.prometheus import Metrics, MetricsSink, render
+from hicache_obs.exporters.metrics_sink import MetricsSink
+from hicache_obs.exporters.prometheus import Metrics, render
 from hicache_obs.exporters.textfile import check_textfile, write_textfile
 
 
@@ -35,7 +36,7 @@ FULL = """
 import resource, signal, sys
 from pathlib import Path
 from hicache_obs.errors import ConfigError
-from hicache_obs.exporters.prometheus import Metrics
+from hicache_obs.exporters.prometheus import (Metrics)
 from hicache_obs.exporters.textfile import write_textfile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

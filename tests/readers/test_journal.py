@@ -314,7 +314,7 @@ def test_headers_that_are_not_ours(tmp_path):
     schema, _ = schema_of(tmp_path)
     meta = dict(schema.metadata)
     arrow_stream(path, pa.schema([("a", pa.int64())]))
-    with pytest.raises(TraceError, match=r"an Arrow stream, but not a journal: it states no hicache_obs.version"):
+    with pytest.raises(TraceError, match=r"Arrow data, but no journal: it states no hicache_obs.version"):
         read_journal(path)
     arrow_stream(path, schema.with_metadata({**meta, b"hicache_obs.version": b"3"}))
     with pytest.raises(TraceError, match=r"journal version 3 is newer than 2, the newest known here; upgrade"):

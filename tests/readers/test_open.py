@@ -48,7 +48,7 @@ def test_anything_else_is_refused(tmp_path, data):
     with pytest.raises(TraceError) as raised:
         open_trace(path)
     assert str(raised.value) == (
-        f"{path}: not a ring file, a journal (directory or .arrows segment) or a scenario (JSON); "
+        f"{path}: not a ring file, a journal (directory or .arrows segment), Parquet or a scenario (JSON); "
         f"it begins with {data!r}"
     )
 

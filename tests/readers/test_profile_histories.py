@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hicache_obs.analyzer import Analyzer
-from hicache_obs.cli.analyze import check_copies
+from hicache_obs.cli.judge import check_copies
 from hicache_obs.findings import Verdict
 from hicache_obs.readers.join import join
 from hicache_obs.readers.kineto import read_kineto

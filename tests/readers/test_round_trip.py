@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_obs.readers.journal import JournalWriter, read_journal
+from hicache_obs.readers import parquet
+from hicache_obs.readers.journal import JournalInfo, JournalWriter, read_journal
 from hicache_obs.readers.ring import RingReader, read_ring
 from hicache_obs.recorder.ring import RingWriter, cut_text
 from hicache_obs.records import (
@@ -218,6 +219,31 @@ def test_journal(batches, segment_bytes):
     for batch in batches:
         assert sharing(found.records[start : start + len(batch)]) == sharing(batch)
         start += len(batch)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(histories(min_size=1, max_size=8), max_size=5), st.sampled_from([1, 3, 1 << 14]))
+def test_journal_to_parquet_to_journal(batches, group):
+    """Equal to the last field; equal page sets of one row group are one array."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "MAX_ROWS", group)
+        path = Path(folder) / "x.parquet"
+        info = JournalInfo(rank=3, run="r", engine="e 1", clock="c", wall_ns=5, host_ns=6)
+        assert parquet.write_parquet(path, batches, info) == sum(map(len, batches))
+        assert parquet.parquet_info(path) == info
+        found = list(parquet.parquet_batches(path))
+        assert all(len(records) <= group for records in found)
+        writer = JournalWriter(Path(folder) / "journal")
+        for records in found:
+            writer.write(records)
+        writer.close()
+        again = read_journal(Path(folder) / "journal")
+    expected = [record for batch in batches for record in batch]
+    assert_same(expected, [record for records in found for record in records])
+    assert_same(expected, list(again))
+    for records in found:
+        arrays = [access.ids for record in records for access in getattr(record, "accesses", ())]
+        assert len({id(ids) for ids in arrays}) == len({ids.tobytes() for ids in arrays})
 
 
 @settings(deadline=None, max_examples=100)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from hicache_obs.errors import StreamError
-from hicache_obs.readers.ring import RingReader
+from hicache_obs.readers.ring import RingReader, read_ring, set_mode
 from hicache_obs.recorder import RangeName, RecordedDevice, Recorder, RingWriter
 from hicache_obs.recorder import recorder as recorder_module
+from hicache_obs.recorder.nvtx_ranges import NoRanges
 from hicache_obs.records import (
     ALL_LAYERS,
     NO_OP,
@@ -585,6 +586,32 @@ def test_bad_accesses_lose_their_record_only(tmp_path):
     dev.synchronize()
     assert len(ran) == 3
     assert ring.dropped == {DropReason.RECORDER_ERROR: 2}
+    ring.close()
+
+
+def test_a_mode_byte_of_off_stops_every_writer_until_it_is_on_again(tmp_path):
+    bare = open_device("virtual")
+    ring = RingWriter(tmp_path / "x.ring", clock=bare.host_ns, slots=64, arena_words=64)
+    recorder = Recorder(ring, clock=bare.host_ns, ranges=NoRanges())
+    dev = RecordedDevice(bare, recorder)
+    ran = []
+
+    def round_trip():
+        dev.launch(lambda: ran.append(1), Work("w"))
+        dev.Event().record()
+        dev.current_stream().synchronize()
+
+    for mode in (CaptureMode.OFF, CaptureMode.OBSERVE):
+        set_mode(ring.path, mode)
+        round_trip()
+        if mode is CaptureMode.OFF:
+            assert recorder.counters.launches == 0
+            assert recorder.next_op == 0
+    assert len(ran) == 2
+    assert recorder.counters.launches == 1
+    kinds = [type(record).__name__ for record in read_ring(ring.path) if not isinstance(record, Define)]
+    assert kinds == ["Lost", "Kernel", "EventRecord", "HostSync"]
+    assert set(ring.dropped) == {DropReason.SWITCHED_OFF}
     ring.close()
 
 

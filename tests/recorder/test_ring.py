@@ -485,17 +485,17 @@ def test_what_are_no_rows(numbers, text):
 
 DAMAGE = [
     (0, b"nonsense", "not a ring: it begins with b'nonsense', not b'hicaring'"),
-    (8 * RingWord.VERSION, b"\x03", "ring layout 3 is newer than 2, the newest known here; upgrade"),
+    (8 * RingWord.VERSION, b"\x04", "ring layout 4 is newer than 3, the newest known here; upgrade"),
     (
         8 * RingWord.VERSION,
         b"\x01",
-        "ring layout 1 is older than 2, the only one known here; read it with the version that wrote it",
+        "ring layout 1 is older than 3, the only one known here; read it with the version that wrote it",
     ),
     (8 * RingWord.VERSION, b"\x00", "damaged header: layout 0 with 128 bytes per slot"),
     (8 * RingWord.SLOTS, b"\0" * 8, "damaged header: 0 slots; must be from 1 to 16777216"),
     (8 * RingWord.SLOTS, b"\x40", "cut short: 5248 bytes of 12416"),
     (8 * RingWord.ARENA_WORDS + 7, b"\x80", "damaged header: -9223372036854775792 arena words"),
-    (8 * RingWord.SLOT_BYTES, b"\x40", "damaged header: layout 2 with 64 bytes per slot"),
+    (8 * RingWord.SLOT_BYTES, b"\x40", "damaged header: layout 3 with 64 bytes per slot"),
     (8 * RingWord.TP_RANK, b"\xff" * 8, "damaged header: tp rank -1; must be from 0 to 1048575"),
     (8 * RingWord.HEAD + 7, b"\x80", "damaged header: 0 records read of -"),
     (8 * RingWord.TAIL, b"\x09", "damaged header: 9 records read of 2 written"),

@@ -8,12 +8,14 @@ import pytest
 
 from hicache_obs.findings import Hazard
 from hicache_obs.readers.ring import RingReader, read_ring, set_mode
-from hicache_obs.records import CaptureMode
+from hicache_obs.recorder.server import ServerRecorder
+from hicache_obs.records import CaptureMode, EventRecord, EventWait, WaitStream
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.guard import around
 from hicache_obs.sglang.install import install
 from hicache_obs.sglang.resolve import Found
 from hicache_obs.sglang.session import MAX_FAILURES, Session
+from hicache_obs.sglang.streams import stream_adapters
 from hicache_obs.sglang.table import CPU_ADAPTERS, CUDA_ADAPTERS, SGLANG_ADAPTERS
 from hicache_obs.sglang.versions import Versions
 
@@ -57,6 +59,61 @@ def test_a_failing_hook_changes_nothing_and_is_off_after_a_row(session, adapter,
     assert session.counters.errors == {"e.f": MAX_FAILURES}
     assert session.off
     assert sum("hook on e.f failed" in line for line in caplog.messages) == 1
+
+
+class Stream:
+    """A stream that takes attributes."""
+
+
+DIRECT = {row.target: row for row in stream_adapters("e.Stream", "e.Event")}
+CALLS = [
+    ("e.Event.record", (Event(),), {}),
+    ("e.Event.record", (Event(),), {"stream": Stream()}),
+    ("e.Event.wait", (Event(),), {"stream": Stream()}),
+    ("e.Event.wait", (Event(), Stream()), {}),
+    ("e.Stream.wait_event", (Stream(),), {"event": Event()}),
+    ("e.Stream.wait_event", (Stream(), Event()), {}),
+    ("e.Stream.wait_stream", (Stream(),), {"stream": Stream()}),
+    ("e.Stream.wait_stream", (Stream(), Stream()), {}),
+]
+
+
+@pytest.mark.parametrize(("target", "args", "kwargs"), CALLS)
+def test_a_whole_hook_passes_on_what_it_was_given_and_records_once(session, target, args, kwargs):
+    session._current_stream = Stream
+    seen = []
+
+    def original(*args, **kwargs):
+        seen.append((args, kwargs))
+        assert hook(lambda *args: "inner", *args) == "inner"  # torch's own calls inside are not recorded
+        return "result"
+
+    hook = around(session, DIRECT[target])
+    assert hook(original, *args, **kwargs) == "result"
+    assert seen == [(args, kwargs)]
+    assert session.counters.errors == {}
+    records = [one for one in read_ring(session.ring.path) if isinstance(one, EventRecord | EventWait | WaitStream)]
+    assert len(records) == 1
+    with pytest.raises(KeyError, match="theirs"):
+        hook(raises, *args, **kwargs)
+    assert not session.local.in_stream_call
+
+
+def raises(*args, **kwargs):
+    raise KeyError("theirs")
+
+
+@pytest.mark.parametrize(("target", "args", "kwargs"), [*CALLS, ("e.Stream.wait_event", (Stream(), None), {})])
+def test_a_whole_hook_that_fails_changes_nothing_and_is_off_after_a_row(session, target, args, kwargs, monkeypatch):
+    monkeypatch.setattr(ServerRecorder, "put", fail)
+    monkeypatch.setattr(Session, "event", fail)
+    session._current_stream = Stream
+    hook, calls = around(session, DIRECT[target]), []
+    for _ in range(MAX_FAILURES + 3):
+        assert hook(lambda *args, **kwargs: calls.append((args, kwargs)) or 3, *args, **kwargs) == 3
+    assert calls == [(args, kwargs)] * (MAX_FAILURES + 3)
+    assert session.counters.errors == {target: MAX_FAILURES}
+    assert session.off
 
 
 def test_one_failing_hook_among_working_ones_goes_off_alone(session):
@@ -155,7 +212,7 @@ def test_every_release_has_one_row_per_name_and_all_it_needs(patch):
     for need in ("start_loading", "start_writing", "ModelRunner.forward", "HostKVCache.alloc", "_page_transfer"):
         assert any(need in target for target in targets), need
     assert any("load_to_device_per_layer" in target for target in targets)
-    assert all(row.before or row.after for row in rows)
+    assert all(row.before or row.after or row.direct for row in rows)
 
 
 def test_streams_are_known_by_handle_and_events_by_object(session):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hicache_obs.findings import Hazard
+from hicache_obs.readers import open_trace
 from hicache_obs.readers.ring import read_ring
 from hicache_obs.records import (
     ALL_LAYERS,
@@ -202,6 +203,19 @@ def test_an_event_recorded_inside_a_round_does_not_cover_it(server):
     assert (type(inside), type(kernel)) == (EventRecord, Kernel)
 
 
+def test_the_current_stream_may_be_asked_for_by_its_handle_alone(server):
+    handle = [None, 77, 77]
+    it = server(current_handle=lambda: handle.pop(0))
+    row = next(row for row in streams.stream_adapters("a.Stream", "a.Event") if row.target == "a.Event.record")
+    for _ in range(2):  # at first torch cannot tell yet
+        around(it.session, row)(lambda event: None, SimpleNamespace())
+    it.current = Stream(77)
+    it.session.stream(it.current, "forward")
+    around(it.session, row)(lambda event: None, SimpleNamespace())
+    assert [one.stream for one in it.records(EventRecord)] == [5, 77, 77]
+    assert open_trace(it.session.ring.path).names.streams == {5: "stream 0x5", 77: "forward"}
+
+
 def test_a_graph_replay_has_its_own_event_before_its_accesses(server):
     it = server()
 
@@ -219,6 +233,71 @@ def test_a_graph_replay_has_its_own_event_before_its_accesses(server):
     assert (replay.nodes, replay.accesses) == (2, ())
     assert first.event is not None
     assert (second.event, len(second.accesses)) == (None, 2)
+
+
+def draft_graphs(it):
+    pool = SimpleNamespace(page_size=4, layer_num=1)
+    runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=it.runner.req_to_token_pool)
+    return SimpleNamespace(model_runner=runner, _replay_graph_key=2)
+
+
+def test_a_draft_graph_outside_of_a_forward_is_a_round_of_its_own_pool(server):
+    it = server()
+    it.session.local.round_group = 17
+    it.call("ModelRunner.forward", it.runner, it.batch)
+    it.call("EAGLEDraftCudaGraphRunner.execute", draft_graphs(it), it.batch)
+    target, draft = it.records(Kernel, GraphReplay)
+    assert (type(target), type(draft)) == (Kernel, GraphReplay)
+    assert target.group == draft.group == 17  # one batch
+    assert [access.pool for access in target.accesses] == [0, 0]
+    assert [access.pool for access in draft.accesses] == [1, 1]
+    assert [access.ids.tolist() for access in draft.accesses] == [[1], [1, 2]]
+
+
+def test_a_draft_graph_inside_of_a_forward_is_that_round(server):
+    it = server()
+    graphs = draft_graphs(it)
+
+    def forward(runner, batch):
+        it.call("EAGLEDraftExtendCudaGraphRunner.execute", graphs, batch, None)
+
+    it.call("ModelRunner.forward", graphs.model_runner, it.batch, original=forward)
+    (replay,) = it.records(Kernel, GraphReplay)
+    assert replay.graph == 0
+    with pytest.raises(RuntimeError, match="theirs"):
+        it.call("FrozenKVMTPCudaGraphRunner.execute", graphs, it.batch, original=fails)
+    assert it.session.local.round is None
+
+
+def fails(*args, **kwargs):
+    raise RuntimeError("theirs")
+
+
+def test_sliding_window_pages_are_found_through_the_table_of_slots(server):
+    it = server()
+    window = SimpleNamespace(page_size=4, layer_num=2)
+    table = torch.zeros(100, dtype=torch.int64)
+    table[4:8] = torch.arange(12, 16)  # page 1 is the window pool's page 3; page 2 has left the window
+    full = it.pool
+    it.runner.token_to_kv_pool = SimpleNamespace(full_kv_pool=full, swa_kv_pool=window, full_to_swa_index_mapping=table)
+    it.call("ModelRunner.forward", it.runner, it.batch)
+    (kernel,) = it.records(Kernel)
+    assert [(one.pool, one.mode.name, one.ids.tolist()) for one in kernel.accesses] == [
+        (0, "WRITE", [1]),
+        (0, "READ", [1, 2]),
+        (1, "WRITE", [3]),
+        (1, "READ", [3]),
+    ]
+
+
+def test_mamba_states_are_written_by_every_round_of_their_requests(server):
+    it = server()
+    requests = it.runner.req_to_token_pool
+    requests.mamba_pool = SimpleNamespace(num_layers=2)
+    requests.req_index_to_mamba_index_mapping = torch.tensor([0, 6], dtype=torch.int32)
+    it.call("ModelRunner.forward", it.runner, it.batch)
+    (kernel,) = it.records(Kernel)
+    assert [(one.pool, one.mode.name, one.ids.tolist()) for one in kernel.accesses][2:] == [(1, "WRITE", [6])]
 
 
 def test_a_round_that_reads_too_much_says_that_reads_are_out_of_sight(server, monkeypatch):
@@ -244,6 +323,20 @@ def test_the_copies_of_a_transfer_share_their_pages_and_one_in_sixteen_transfers
     assert [access.ids.tolist() for access in copies[0].accesses] == [[1, 2], [2, 3]]
     assert copies[0].accesses[0].ids is copies[1].accesses[0].ids
     assert it.log == [("begin", 5), ("end", 5)] * 3
+
+
+@pytest.mark.parametrize(("size_per_token", "right"), [(3 * 100, True), (3 * 1_000_000, False)])
+def test_a_copy_that_is_faster_than_any_link_ran_on_another_stream(server, size_per_token, right):
+    it = server()  # whose event pairs are 100 ns apart
+    host = SimpleNamespace(page_size=4, layer_num=3, size_per_token=size_per_token)
+    it.session.local.transfer = 16
+    it.call("load_to_device_per_layer_physical", host, it.pool, torch.arange(4, 12), torch.arange(8, 16), 0, "direct")
+    (copy,) = it.records(Memcpy)
+    assert copy.size_bytes == 8 * size_per_token // 3
+    assert (it.session.copies.confirmed, it.session.copies.impossible) == ((1, 0) if right else (0, 1))
+    status = open_trace(it.session.ring.path).names.status
+    assert status["copies confirmed on their stream" if right else "copies not on their stream"] == 1
+    assert (Hazard.WAW_FORWARD_RESTORE in it.session.missing) is not right
 
 
 def test_enforce_issues_a_load_fence_once_there_is_a_round_and_only_where_none_is(server):

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hicache_obs.recorder.hold_back import HoldBack
+from hicache_obs.recorder.ring import pack_plain
 from hicache_obs.recorder.server import ServerRecorder
-from hicache_obs.records import Access, CaptureMode, DropReason, Mode, PageAlloc, PageFree, Space, Work
-from hicache_obs.sglang.page_ids import Convert, PageReader
+from hicache_obs.records import Access, CaptureMode, DropReason, Mode, PageAlloc, PageFree, Space, Work, unpack_slots
+from hicache_obs.sglang.page_ids import Convert, ConvertRows, PageReader
 
 
 class CudaLike:
@@ -125,6 +126,15 @@ class Sink:
         self.records.append(record)
         return True
 
+    def put(self, *numbers):
+        return False  # the slow way, through append
+
+    put_work = put
+
+    def put_packed(self, slot):
+        self.records.append(slot)
+        return True
+
     def drop(self, reason, count=1):
         self.records.append(reason)
         self.lost[reason] += count
@@ -154,7 +164,22 @@ def ids(record):
     ],
 )
 def test_slots_become_pages(convert, slots, pages):
-    assert reader(Device()).read(torch.tensor(slots, dtype=torch.int32), convert).tolist() == pages
+    words = reader(Device()).read(torch.tensor(slots, dtype=torch.int32), convert)
+    assert unpack_slots(words).tolist() == pages
+
+
+def test_rows_of_a_request_table_become_pages_up_to_their_lengths():
+    words = ConvertRows(4, np.array([5, 9]))(np.array([8, 12, 99, 16, 20, 0]))
+    assert unpack_slots(words).tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], [4, 0], [0, 0, 0], [4, 4, 0], [4, -1, 0], [4, 0, 2, 1], [4, 0, -1], [4, 0, 2, 1, 1, 7]],
+)
+def test_words_that_are_no_slot_list_are_refused(words):
+    with pytest.raises(ValueError, match="slot list"):
+        unpack_slots(np.array(words, dtype=np.int64))
 
 
 def test_a_device_tensor_is_never_read_on_the_launching_thread():
@@ -172,7 +197,7 @@ def test_a_device_tensor_is_never_read_on_the_launching_thread():
     device.finish()
     assert held.flush() == 2
     allocated, freed = sink.records[-2:]
-    assert (ids(allocated), ids(freed)) == ([[1, 2]], [[5]])
+    assert (unpack_slots(allocated.access.ids).tolist(), ids(freed)) == ([1, 2], [[5]])
     assert allocated.op < freed.op
     assert reads["sync"] == 0
 
@@ -199,11 +224,27 @@ def test_a_full_pinned_ring_loses_the_record_and_recovers():
     first = pages.read(CudaLike(range(6), Counter()), Convert(1))
     assert pages.read(CudaLike(range(6), Counter()), Convert(1)) is None
     device.finish()
-    assert first.take().tolist() == [0, 1, 2, 3, 4, 5]
+    assert first.take().tolist() == [1, 0, 0, 0, 1, 2, 3, 4, 5]
     again = pages.read(CudaLike([7, 3], Counter()), Convert(1))
     device.finish()
-    assert again.take().tolist() == [3, 7]
+    assert unpack_slots(again.take()).tolist() == [3, 7]
     assert pages.read(CudaLike(range(9), Counter()), Convert(1)) is None
+
+
+def test_packed_records_keep_their_place_behind_what_is_held():
+    device, sink = Device(), Sink()
+    held = HoldBack(sink)
+    held.expect()
+    assert not held.put(2, 0, 5, 6, 7)  # nothing is held: the sink's own way
+    late = reader(device).read(CudaLike([4], Counter()), Convert(1))
+    held.append(PageAlloc(0, 0, 0, 0, Access(Space.DEVICE, Mode.WRITE, late)))
+    assert held.put(2, 1, 5, 6, 7)
+    assert not held.put_work(0, 2, 5, (1, 2, 3, 4), (0, 1), ())
+    assert held.flush() == 0
+    device.finish()
+    assert held.flush() == 2
+    assert isinstance(sink.records[0], PageAlloc)
+    assert sink.records[1] == pack_plain(2, 1, 5, 6, 7)
 
 
 def test_losses_keep_their_place_behind_what_is_held():

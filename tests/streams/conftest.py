@@ -86,7 +86,11 @@ class Bench:
         probe: Probe | None = None,
     ) -> None:
         """Launch an operation that leaves ``name`` in the log."""
-        self.run(self._log.writer(name), stream, Work(name, size_bytes=size_bytes, direction=direction), probe)
+        self.run(self.writer(name), stream, Work(name, size_bytes=size_bytes, direction=direction), probe)
+
+    def writer(self, name: str) -> Callable[[], None]:
+        """A function that leaves ``name`` in the log."""
+        return self._log.writer(name)
 
     def run(self, fn: Callable[[], None], stream: Stream, work: Work | None = None, probe: Probe | None = None) -> None:
         """Launch ``fn`` on ``stream``."""

@@ -58,7 +58,9 @@ def test_without(name, fence):
     found = explore(program, max_runs=5)
     hazards = {race.example.hazard for race in found.races.values()}
     assert hazards >= PROTECTIONS[name].against
-    assert hazards - PROTECTIONS[name].against <= {Hazard.OTHER}
+    # A copy that starts before its index tensor is filled also races with what the block was used for before.
+    others = {Hazard.OTHER, Hazard.LIFETIME} if name == "start-waits" else {Hazard.OTHER}
+    assert hazards - PROTECTIONS[name].against <= others
     for fingerprint, race in found.races.items():
         again = execute(program, race.choices)
         assert (race.example.earlier.op, race.example.later.op, fingerprint) in {

@@ -42,29 +42,38 @@ const Lines = ({ data, width, height, timeRange, options, fieldConfig }) =>
     />
   );
 
-const stat = (theme) => ({ data, width, height, options, fieldConfig }) =>
-  data.series.length === 0 ? (
-    <Nothing text={fieldConfig.defaults.noValue} />
-  ) : (
+// As Grafana's core shows a stat panel without data: its own mapping of no value, or its lowest threshold's colour.
+const nothing = (theme, fieldConfig) => {
+  const field = { name: '', type: FieldType.other, config: fieldConfig.defaults };
+  return { ...getDisplayProcessor({ field, theme })(null), numeric: 0 };
+};
+
+const stat = (theme) => ({ data, width, height, options, fieldConfig }) => {
+  const values = data.series.map((frame) => {
+    const { value } = shown(frame, theme);
+    return options.textMode === 'name' ? { ...value, text: frame.name, suffix: '' } : value;
+  });
+  if (values.length === 0) {
+    values.push(nothing(theme, fieldConfig));
+  }
+  return (
     <div style={{ display: 'flex', width, height }}>
-      {data.series.map((frame, index) => {
-        const { value } = shown(frame, theme);
-        return (
-          <BigValue
-            key={index}
-            value={options.textMode === 'name' ? { ...value, text: frame.name, suffix: '' } : value}
-            theme={theme}
-            width={width / data.series.length}
-            height={height}
-            colorMode={options.colorMode}
-            graphMode={options.graphMode}
-            justifyMode={options.justifyMode}
-            textMode="value"
-          />
-        );
-      })}
+      {values.map((value, index) => (
+        <BigValue
+          key={index}
+          value={value}
+          theme={theme}
+          width={width / values.length}
+          height={height}
+          colorMode={options.colorMode}
+          graphMode={options.graphMode}
+          justifyMode={options.justifyMode}
+          textMode="value"
+        />
+      ))}
     </div>
   );
+};
 
 const bars = (theme) => ({ data, width, height, options, fieldConfig }) =>
   data.series.length === 0 ? (

@@ -1,0 +1,74 @@
+"""A request on its way: waiting, or between admission and its finish or retraction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hicache_obs.controller.radix_cache import HostHold, Node
+from hicache_obs.controller.workloads import Request
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request that is not admitted.
+
+    Attributes:
+        request: It.
+        tokens: Prompt and the output tokens the host has seen.
+        remaining: Output tokens still to be handled.
+        hold: Of a retracted request: keeps the host copies of its pages until it is resumed.
+        since_ns: When it was submitted or retracted, on the device's host clock.
+    """
+
+    request: Request
+    tokens: list[int]
+    remaining: int
+    hold: HostHold | None = None
+    since_ns: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request between admission and finish or retraction.
+
+    Attributes:
+        request, tokens, remaining: As of ``Waiting``.
+        launched_len: Tokens in the KV cache once every launched round is done.
+        page_count: Used entries of the request's row in the page table.
+        slot: Row of the page table and entry of the device token buffer.
+        locked: Tree node this request holds.
+        prefilling: A part of the prompt was not launched yet.
+        last_round, last_stream: Newest round that has a row of it, and the stream that runs it.
+        alive: Neither finished nor retracted.
+    """
+
+    request: Request
+    tokens: list[int]
+    remaining: int
+    slot: int
+    launched_len: int
+    page_count: int
+    locked: Node
+    prefilling: bool = False
+    last_round: int = 0
+    last_stream: int = 0
+    alive: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillRow:
+    """A row of a prefill round: tokens ``start`` to ``end`` of the request.
+
+    Attributes:
+        state: The request.
+        start, end: ``start`` tokens are in the KV cache before the round.
+    """
+
+    state: RequestState
+    start: int
+    end: int
+
+    @property
+    def final(self) -> bool:
+        """Whether the round samples the request's next token; what it samples for an earlier chunk is dropped."""
+        return self.end >= len(self.state.tokens)
