@@ -84,6 +84,8 @@ class Taint:
         self._discarded: dict[int, frozenset[int]] = {}
         self._races: list[_Race] = []
         self._past = Spread()
+        self._past_started = 0
+        """When the last of the operations that are in ``_past`` started."""
         self._past_end = -1
         """Position of the last operation that is in ``_past``."""
         self._played: Spread | None = None
@@ -206,6 +208,11 @@ class Taint:
                 spread.taint(wrong)
         for overlap in crossing:  # one of the two was played too early or too late for what else these pages held
             spread.reached.cut |= spread.held((overlap.space, overlap.pool), overlap.pages)
+        if timed:
+            for operation in steps:
+                if _started(operation)[0] < self._past_started:  # a forgotten one that ran later was played before it
+                    for access in operation.group.accesses:
+                        spread.reached.cut |= spread.held((access.space, access.pool), access.ids)
         return spread
 
     def _reversed(
@@ -257,6 +264,7 @@ class Taint:
             self._past = self._play(self._past, old, races).fork(Owners(self._allocations), {})
             self._past.settle(old[-1].seq, {step.label.number for step in self._steps[end - 1 :]})
         self._past_end = old[-1].seq
+        self._past_started = max(self._past_started, *(_started(operation)[0] for operation in old))
         del self._steps[:end]
         self._races = [race for race in self._races if race.second.seq > self._past_end]
         self._allocations = [item for item in self._allocations if item[0] > self._past_end]
@@ -272,7 +280,7 @@ class Taint:
     def _cut_point(self) -> int:
         """How many of the oldest steps to forget: if it can be, all of them had run before the rest began.
 
-        Otherwise the order of two steps on either side counts only where they race, and ``_play`` sees to that.
+        Otherwise what is played on either side may have come the other way round, and ``_play`` sees to that.
         """
         steps = self._steps
         starts = np.array([_started(operation)[0] for operation in steps])  # nothing starts before it is issued

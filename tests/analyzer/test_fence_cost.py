@@ -118,6 +118,18 @@ def test_another_wait_whose_work_was_not_measured(passed: int, avoidable: int) -
     assert (the_fence(text, times).waited_ns, the_fence(text, times).avoidable_ns) == (1000, avoidable)
 
 
+@pytest.mark.parametrize(("ends", "avoidable"), [(4096, 500), (2, 2000)], ids=["known", "forgotten"])
+def test_a_record_that_was_forgotten(ends: int, avoidable: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work behind event e was over at 9,500. Who does not know that sees a wait that was passed at once."""
+    monkeypatch.setattr("hicache_obs.analyzer.fence_cost.MAX_ENDS", ends)
+    monkeypatch.setattr("hicache_obs.analyzer.check.PRUNE_EVERY", 1)
+    #        0   1   2   3   4   5    6    7   8
+    text = "F:w6 e=F a=X b=X c=X X:w1 L<<X L<e L:w5"
+    times = {0: (500, 9500), 5: (5000, 10_000), 6: (6000, 10_000), 7: (10_000, 10_000), 8: (10_000, 10_500)}
+
+    assert (the_fence(text, times).waited_ns, the_fence(text, times).avoidable_ns) == (2000, avoidable)
+
+
 @pytest.mark.parametrize(("waits", "fences"), [(4, 1), (1, 0)], ids=["kept", "given up"])
 def test_times_that_come_after_a_pruning(waits: int, fences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fence is measured if no more waits than are kept came behind it."""

@@ -165,7 +165,9 @@ class _Writer:
             accesses = _copied(rng, *spaces.get(what, rng.choice(((Space.DEVICE,) * 2, (Space.HOST,) * 2))))
         packed = None if rows is None else _packed(rows)
         stream = rng.randrange(3)
-        number = rng.choice((0, *(100 + self.runs,) * 9)) if what == "forward" else 50 + rng.randrange(6)
+        number = 50 + rng.randrange(6)
+        if what == "forward":
+            number = 100 + self.runs if self.runs > 1 else 0  # a round of its own, some with number 0
         whole = rng.random() < 0.5 or what == "storage"
         for layers in [(0, LAYERS)] if whole else [(layer, layer + 1) for layer in range(LAYERS)]:
             op = OpId(len(self.program.records))
