@@ -38,8 +38,8 @@ class BatchBuilder:
             np.concatenate([np.asarray(row.state.tokens[row.start : row.end], np.int64) for row in rows]),
             starts,
             ends - starts,
-            np.unique(np.concatenate(used)),
-            np.unique(np.concatenate(written)),
+            table.distinct(used),
+            table.distinct(written),
             table.restored(slots, starts // size),
             pack_rows(
                 [row.state.request.request_id for row in rows],
@@ -70,7 +70,7 @@ class BatchBuilder:
     def _reads(self, states: Sequence[RequestState]) -> PageIds:
         """Pages a decode round reads; the last round's array if nothing has changed."""
         if self._decode_reads[0] != self._table.version:
-            reads = np.unique(np.concatenate([self._table.used(state) for state in states]))
+            reads = self._table.distinct([self._table.used(state) for state in states])
             self._decode_reads = (self._table.version, reads)
         return self._decode_reads[1]
 

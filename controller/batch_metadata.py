@@ -16,7 +16,7 @@ import torch
 
 from hicache_obs.controller.batch import ForwardBatch
 from hicache_obs.controller.index_blocks import INDEX_BUFFERS
-from hicache_obs.controller.model_runner import RoundWork, to_device
+from hicache_obs.controller.model_runner import LaunchedRound, to_device
 from hicache_obs.controller.pools import synchronize
 from hicache_obs.records import Access, Mode, PageIds, Space, Work
 from hicache_obs.streams.protocol import Device, Event, Stream
@@ -64,7 +64,7 @@ class BatchMetadata:
         )
         self._device.launch(lambda: self._store(batch), work)
 
-    def read(self, batch: ForwardBatch, round_work: RoundWork) -> None:
+    def read(self, batch: ForwardBatch, round_work: LaunchedRound) -> None:
         """Launch the round's read of its metadata on the current stream, the forward stream."""
         work = Work(
             site="metadata read",
@@ -78,5 +78,5 @@ class BatchMetadata:
     def _store(self, batch: ForwardBatch) -> None:
         self.slots[: batch.rows].copy_(to_device(batch.token_slots, self._device.torch_device), non_blocking=True)
 
-    def _fetch(self, batch: ForwardBatch, round_work: RoundWork) -> None:
+    def _fetch(self, batch: ForwardBatch, round_work: LaunchedRound) -> None:
         round_work.shared_slots = self.slots[: batch.rows].clone()

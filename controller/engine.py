@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hicache_obs.controller.allocator import PageAllocator
+from hicache_obs.controller.blank import BlankRunner
 from hicache_obs.controller.cache_controller import CacheController
 from hicache_obs.controller.compaction import Compactor
 from hicache_obs.controller.fence_policy import InFlight, fence_policy
@@ -31,7 +32,7 @@ from hicache_obs.errors import ConfigError
 from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.streams.protocol import Device
 
-RUNNERS: Final = ("transformer", "pattern")
+RUNNERS: Final = ("transformer", "pattern", "blank")
 TENANCIES_PER_PAGE: Final = 8
 """Ledger room: each page a workload needs may be allocated this often, by restores and retractions."""
 
@@ -41,7 +42,7 @@ class EngineConfig:
     """Everything that shapes an engine.
 
     Attributes:
-        runner: ``transformer`` or ``pattern``.
+        runner: ``transformer``, ``pattern``, or ``blank``, which computes nothing.
         fence: Policy of both directions: ``none``, ``stream`` or ``page``.
         write_fence: Policy of write-backs, and of whoever overwrites what one of them reads; ``None``: ``fence``.
         device_pages, host_pages: Pool sizes.
@@ -161,6 +162,8 @@ def build_engine(
     runner: ModelRunner
     if config.runner == "transformer":
         runner = TransformerRunner(device, pool, ledger, seed=config.seed, vocabulary=config.vocabulary)
+    elif config.runner == "blank":
+        runner = BlankRunner(device, pool, ledger, vocabulary=config.vocabulary)
     else:
         kind = GraphRunner if config.graphs else PatternRunner
         runner = kind(device, pool, ledger, vocabulary=config.vocabulary)

@@ -26,7 +26,7 @@ import torch
 from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, RoundResult
 from hicache_obs.controller.index_blocks import INDEX_BUFFERS
 from hicache_obs.controller.ledger import ContentLedger
-from hicache_obs.controller.model_runner import TOKEN_SLOTS, RoundWork
+from hicache_obs.controller.model_runner import TOKEN_SLOTS, LaunchedRound
 from hicache_obs.controller.pattern import PatternRound, PatternRunner
 from hicache_obs.controller.pools import DevicePool, synchronize
 from hicache_obs.records import Access, Mode, PageIds, Space, Work
@@ -202,7 +202,7 @@ class GraphRunner(PatternRunner):
         batch: ForwardBatch,
         *,
         layer_wait: Callable[[int], None] | None = None,
-        read_metadata: Callable[[ForwardBatch, RoundWork], None] | None = None,
+        read_metadata: Callable[[ForwardBatch, LaunchedRound], None] | None = None,
     ) -> RoundResult:
         """See ``ModelRunner.forward``. A replay reads its own inputs, not the metadata that the rounds share."""
         if not batch.rows or (batch.new_lens != 1).any():
@@ -257,7 +257,9 @@ class GraphRunner(PatternRunner):
             touched, accesses = self.pool.touched(batch.read_pages, batch.write_pages, layer, layer + 1)
             if layer == layers - 1:
                 accesses = (*accesses, Access(Space.BUFFER, Mode.WRITE, sampled))
-            nodes.append(Work("graph round", accesses, touched, batch.round_id, size_bytes=size_bytes))
+            nodes.append(
+                Work("graph round", accesses, touched, batch.round_id, size_bytes=size_bytes, tokens=batch.rows)
+            )
         whole = Work("graph round", (), (0, layers), batch.round_id, size_bytes=layers * size_bytes)
         self.device.replay(captured.graph, whole, nodes)
         self.launched_segments += 1

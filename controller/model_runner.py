@@ -39,10 +39,24 @@ def to_device(array: npt.NDArray[np.generic], device: str) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class RoundWork(ABC):
+class LaunchedRound(ABC):
     """The device side of one round: its segments run in order on the forward stream and share this object.
 
-    Only launched functions call its methods. It knows the batch, tensors and the ledger, never the runner.
+    Only launched functions call its methods.
+
+    Attributes:
+        shared_slots: ``(n,) int64``, device: token slot of each row where the rounds share their metadata.
+    """
+
+    shared_slots: torch.Tensor | None = None
+
+    @abstractmethod
+    def run(self, first: int, end: int) -> None:
+        """Run layers ``first <= layer < end``."""
+
+
+class RoundWork(LaunchedRound):
+    """A round of a model. It knows the batch, tensors and the ledger, never the runner.
 
     Attributes:
         batch: The round.
@@ -51,7 +65,6 @@ class RoundWork(ABC):
         positions: ``(t,) int64``, host: position of each token in its row's context.
         context_lens: ``(n,) int64``, host: tokens each row attends to at its last position.
         last: ``(n,) int64``, host: index into ``tokens`` of each row's last token.
-        shared_slots: ``(n,) int64``, device: token slot of each row where the rounds share their metadata.
     """
 
     def __init__(
@@ -69,7 +82,6 @@ class RoundWork(ABC):
         self.device = str(token_buffer.device)
         self._token_buffer = token_buffer
         self._next_tokens = next_tokens
-        self.shared_slots: torch.Tensor | None = None
 
     def run(self, first: int, end: int) -> None:
         """Run layers ``first <= layer < end``; the first also embeds, the last also samples."""
@@ -178,7 +190,7 @@ class ModelRunner(ABC):
         batch: ForwardBatch,
         *,
         layer_wait: Callable[[int], None] | None = None,
-        read_metadata: Callable[[ForwardBatch, RoundWork], None] | None = None,
+        read_metadata: Callable[[ForwardBatch, LaunchedRound], None] | None = None,
     ) -> RoundResult:
         """Launch ``batch`` on ``forward_stream`` and return at once.
 
@@ -214,6 +226,7 @@ class ModelRunner(ABC):
                     group=batch.round_id,
                     size_bytes=(end - first) * self._layer_bytes(batch),
                     rows=batch.row_ids,
+                    tokens=int(batch.new_lens.sum()),
                 )
                 self.device.launch(partial(round_work.run, first, end), work)
                 self.launched_segments += 1
@@ -221,7 +234,7 @@ class ModelRunner(ABC):
         return RoundResult(batch.round_id, done, next_tokens.numpy())
 
     @abstractmethod
-    def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> RoundWork:
+    def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> LaunchedRound:
         """The device side of ``batch``, nothing run yet; it will write ``next_tokens``, ``(n,) int64``, host."""
 
     def _validate(self, batch: ForwardBatch) -> None:

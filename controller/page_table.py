@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hicache_obs.controller.radix_node import Int64Array, Node, upwards
@@ -45,6 +47,14 @@ class PageTable:
         """``(page_count,) int64`` copy of the request's pages."""
         pages: PageIds = self.pages[state.slot, : state.page_count].copy()
         return pages
+
+    def distinct(self, parts: Sequence[PageIds]) -> PageIds:
+        """``(n,) int64`` ascending: every page of ``parts`` once."""
+        seen = np.zeros(self.pages.shape[1], np.bool_)  # a row is as long as the pool: a tenth of what a sort costs
+        for part in parts:
+            seen[part] = True
+        found: PageIds = np.flatnonzero(seen)
+        return found
 
     def owned(self, state: RequestState) -> PageIds:
         """Pages of the request that the tree does not own: those behind its locked node."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from hicache_obs.controller.radix_cache import HostHold, Node
+from hicache_obs.controller.radix_node import Int64Array
 from hicache_obs.controller.workloads import Request
 
 
@@ -17,7 +20,7 @@ class Waiting:
         tokens: Prompt and the output tokens the host has seen.
         remaining: Output tokens still to be handled.
         hold: Of a retracted request: keeps the host copies of its pages until it is resumed.
-        since_ns: When it was submitted or retracted, on the device's host clock.
+        since_ns: When it was submitted, on the device's host clock.
     """
 
     request: Request
@@ -26,13 +29,18 @@ class Waiting:
     hold: HostHold | None = None
     since_ns: int = 0
 
+    def prompt(self) -> Int64Array:
+        """``(n,) int64``: ``tokens``."""
+        prompt = self.request.prompt
+        return prompt if len(self.tokens) == len(prompt) else np.asarray(self.tokens, np.int64)
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
     """A request between admission and finish or retraction.
 
     Attributes:
-        request, tokens, remaining: As of ``Waiting``.
+        request, tokens, remaining, since_ns: As of ``Waiting``.
         launched_len: Tokens in the KV cache once every launched round is done.
         page_count: Used entries of the request's row in the page table.
         slot: Row of the page table and entry of the device token buffer.
@@ -53,6 +61,7 @@ class RequestState:
     last_round: int = 0
     last_stream: int = 0
     alive: bool = True
+    since_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -86,6 +86,8 @@ class SchedulerCounters:
         finished, aborted, retractions: Requests.
         resumed_pages: Pages of retracted requests that were not computed again.
         output_tokens: Handled.
+        admitted_tokens, device_hit_tokens, host_hit_tokens: Tokens of admitted requests, retracted ones that go on
+            included; those of them whose KV was on the device, or in host memory.
     """
 
     rounds: int = 0
@@ -96,6 +98,9 @@ class SchedulerCounters:
     retractions: int = 0
     resumed_pages: int = 0
     output_tokens: int = 0
+    admitted_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
 
 
 class Scheduler:
@@ -115,6 +120,8 @@ class Scheduler:
         on_discard: Told which of them the host had given up before it handled the round: ``(round_id, request_ids)``.
         counters: What it did.
         outputs: Output tokens of finished requests, by request id.
+        first_token_ns: By request id: from its submission to the handling of its first output token, on the device's
+            host clock.
         restored: Every restored page, by ledger tenancy.
     """
 
@@ -161,6 +168,7 @@ class Scheduler:
         self.on_discard: Callable[[int, PageIds], None] | None = None
         self.counters = SchedulerCounters()
         self.outputs: dict[int, list[int]] = {}
+        self.first_token_ns: dict[int, int] = {}
         self.restored: dict[int, Restored] = {}
         self._builder = BatchBuilder(self.table)
         self._waiting: deque[Waiting] = deque()
@@ -200,14 +208,15 @@ class Scheduler:
         Raises:
             ControllerError: A request can never fit the device pool, even alone.
         """
-        size = self.radix.page_size
+        size, now_ns = self.radix.page_size, self.runner.device.host_ns()
         for request in requests:
             need = -(-(len(request.prompt) + request.output_length + 1) // size)
             if need > self.device_pages.pages:
                 raise ControllerError(
                     f"request {request.request_id}: needs {need} device pages, the pool has {self.device_pages.pages}"
                 )
-            self._waiting.append(Waiting(request, request.prompt.tolist(), request.output_length))
+            tokens = request.prompt.tolist()
+            self._waiting.append(Waiting(request, tokens, request.output_length, since_ns=now_ns))
 
     def use_storage(self, storage: StorageControl) -> None:
         """Use a third tier from now on."""
@@ -410,7 +419,7 @@ class Scheduler:
     def _admit(self, waiting: Waiting, budget: int, *, alone: bool) -> PrefillRow | None:
         """Match, lock, restore and allocate for one request; ``None``, with nothing changed, if it must wait."""
         size, tokens = self.radix.page_size, waiting.tokens
-        prompt = np.asarray(tokens, np.int64)
+        prompt = waiting.prompt()
         match = self.radix.match(prompt[: (len(tokens) - 1) // size * size])  # at least one token to compute
         cached = match.device_len + match.host_len
         least = min(len(tokens) - cached, size) if self.options.chunked_prefill else len(tokens) - cached
@@ -423,6 +432,10 @@ class Scheduler:
             self.radix.unlock(last)
             return None
         state = RequestState(waiting.request, tokens, waiting.remaining, self._free_slots.pop(), cached, 0, last)
+        state.since_ns = waiting.since_ns
+        self.counters.admitted_tokens += len(tokens)
+        self.counters.device_hit_tokens += match.device_len
+        self.counters.host_hit_tokens += match.host_len
         self.table.append(state, match.device_pages(), match.tenancies(), match.sources())
         for node in match.host_nodes:
             self._load(node, state)
@@ -464,7 +477,7 @@ class Scheduler:
             self.pages.give_up(state)
         self._free_slots.append(state.slot)
         self._running.remove(state)
-        self._waiting.appendleft(Waiting(state.request, state.tokens, state.remaining, hold))
+        self._waiting.appendleft(Waiting(state.request, state.tokens, state.remaining, hold, state.since_ns))
 
     # -- rounds ------------------------------------------------------------------------------------------------
 
@@ -505,6 +518,8 @@ class Scheduler:
                 self.backups.computed(state.locked)
             if not final:
                 continue  # a chunk: what it sampled follows the middle of a prompt
+            if state.remaining == state.request.output_length:
+                self.first_token_ns[state.request.request_id] = self.runner.device.host_ns() - state.since_ns
             state.tokens.append(token)
             state.remaining -= 1
             self.counters.output_tokens += 1

@@ -646,6 +646,7 @@ class Work(Struct, frozen=True, eq=False, gc=False):
         size_bytes: Bytes moved; the virtual device derives the duration from it.
         rows: As in ``Kernel``.
         moves: It is a ``Relocate``: pages get new addresses.
+        tokens: Of a forward round: tokens that it computes, in all its layers. For cost models; not recorded.
     """
 
     site: str
@@ -656,6 +657,7 @@ class Work(Struct, frozen=True, eq=False, gc=False):
     size_bytes: int = 0
     rows: PageIds | None = None
     moves: bool = False
+    tokens: int = 0
 
 
 def page_ids(ids: Iterable[int]) -> PageIds:

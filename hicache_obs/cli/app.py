@@ -15,6 +15,7 @@ from hicache_obs.findings import ExitCode
 
 COMMANDS: Final = {
     "demo": "Show the race, the proof and the fix on a real engine.",
+    "bench-fences": "Compare barriers and fences on a workload, in virtual time.",
     "check": "Check scenario, journal and ring files for races.",
     "explore": "Run a controller for every way its host code can go.",
     "analyze": "Judge Nsight Systems and torch.profiler recordings.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from hicache_obs.analyzer import explain
 from hicache_obs.cli.demo_policies import FENCES, DemoPolicies, policy_options
+from hicache_obs.cli.json_file import writable_json, write_json
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.cli.outputs import Outputs, export_options, load_accepted, otlp_options
 from hicache_obs.config import read_text
@@ -167,7 +167,7 @@ def command(
     Without fences findings are expected; exit code 1 means a finding where a fence should have prevented it.
     """
     port = _port(serve)
-    json_path = _writable(json_file)
+    json_path = writable_json(json_file)
     options = build_options(
         fence=fence,
         device=device,
@@ -200,7 +200,7 @@ def command(
 
         # Before the JSON is there: who waits for it may interrupt at once, and still gets the exit code of the demo.
         stop = stack.enter_context(_interruption()) if port is not None else None
-        _write_json(results, json_file, json_path)
+        write_json({"modes": [result.as_json() for result in results]}, json_file, json_path)
         _show(console, options, results, accepted)
         if stop is not None:
             Console(stderr=True).print("serving until interrupted (Ctrl-C)")
@@ -374,18 +374,6 @@ def _remarks(result: ModeResult) -> Iterator[str]:
         yield f"{result.fence}: {result.verdicts(Verdict.CONTRADICTION)} pairs are proven ordered but measured broken."
 
 
-def _write_json(results: Sequence[ModeResult], json_file: str | None, path: Path | None) -> None:
-    if json_file is None:
-        return
-    text = json.dumps({"modes": [result.as_json() for result in results]}, indent=2) + "\n"
-    if path is None:
-        click.echo(text, nl=False)
-        return
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)  # whole or not at all
-
-
 # -- input ---------------------------------------------------------------------------------------------------
 
 
@@ -401,16 +389,6 @@ def _server(metrics: Metrics, port: int, board: FindingsBoard, accepted: Accepte
     from hicache_obs.exporters.endpoint import serve
 
     return serve(metrics, board=board, accepted=accepted, port=port)
-
-
-def _writable(json_file: str | None) -> Path | None:
-    """Path of ``--json FILE``, checked before anything runs; ``None`` for standard output or no JSON."""
-    if json_file is None or json_file == "-":
-        return None
-    path = Path(json_file)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json {path}: cannot be written; expected a file in a directory that exists")
-    return path
 
 
 def _check_folder(path: Path) -> None:

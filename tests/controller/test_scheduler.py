@@ -414,3 +414,55 @@ def test_a_request_that_never_fits_is_refused(lab):
 def test_more_rows_than_token_slots_are_refused(lab):
     with pytest.raises(ControllerError, match=r"^max_running: 1025; the token buffer has 1024 slots$"):
         lab.build(lab.setup(max_running=1025), [])
+
+
+def test_times_to_the_first_token_count_from_the_submission_also_of_a_retracted_request(lab):
+    requests = lab.requests(24)
+    seen: dict[int, tuple[int, int]] = {}
+    last_ns = 0
+
+    def after_step(engine: Engine) -> None:
+        nonlocal last_ns
+        now_ns = engine.scheduler.runner.device.host_ns()
+        for request in engine.scheduler.first_token_ns:
+            seen.setdefault(request, (last_ns, now_ns))
+        last_ns = now_ns
+
+    run = lab.run(requests, backend="virtual-asap", device_pages=largest(requests), after_step=after_step)
+    first_token_ns = run.engine.scheduler.first_token_ns
+    assert run.engine.scheduler.counters.retractions > 0
+    assert sorted(first_token_ns) == [request.request_id for request in requests]
+    for request, time_ns in first_token_ns.items():
+        assert seen[request][0] < time_ns <= seen[request][1]  # all were submitted at 0
+    assert min(first_token_ns.values()) > 0
+
+
+@pytest.mark.parametrize("runner", ["pattern", "blank"])
+def test_hits_and_computed_tokens_are_all_of_an_admitted_prompt(lab, runner):
+    requests = lab.requests(24)
+    computed = Counter()
+
+    def prepare(engine: Engine) -> None:
+        forward = engine.runner.forward
+
+        def launching(batch, **kwargs):
+            computed[batch.mode] += int(batch.new_lens.sum())
+            return forward(batch, **kwargs)
+
+        engine.runner.forward = launching
+
+    run = lab.run(requests, runner=runner, device_pages=largest(requests) + 4, prepare=prepare)
+    counters = run.engine.scheduler.counters
+    assert counters.device_hit_tokens > 0
+    assert counters.host_hit_tokens == run.engine.controller.counters.restored_pages * PAGE_SIZE > 0
+    hits = counters.device_hit_tokens + counters.host_hit_tokens
+    assert counters.admitted_tokens == hits + computed[BatchMode.EXTEND]
+
+
+def test_the_blank_runner_runs_the_same_rounds(lab):
+    requests = lab.requests(24)
+    blank, pattern = (lab.run(requests, runner=runner) for runner in ("blank", "pattern"))
+    assert blank.engine.scheduler.counters == pattern.engine.scheduler.counters
+    assert blank.sink.checked == pattern.sink.checked
+    assert not blank.findings
+    assert blank.outputs == {request.request_id: [0] * request.output_length for request in requests}
