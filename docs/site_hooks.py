@@ -23,7 +23,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 }
 """Path in the repository of each page from outside docs/, and its path in the site."""
 
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#|/)([^)#\s]*)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#|/)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
