@@ -167,7 +167,7 @@ def test_a_touch_outside_launch_is_noticed(lab, which):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"runner": "gpt"}, "--runner gpt: unknown runner; expected one of transformer, pattern"),
+        ({"runner": "gpt"}, "--runner gpt: unknown runner; expected one of transformer, pattern, blank"),
         ({"fence": "some"}, "--fence some: unknown policy; expected one of none, stream, page"),
         ({"device_pages": 4}, "--device-pages 4: the longest request needs 5 pages; expected at least that"),
     ],

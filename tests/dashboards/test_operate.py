@@ -69,7 +69,8 @@ def test_from_zero_to_a_page(
             if program == "cd":
                 where = where / arguments[0]
                 continue
-            started = {".venv/bin/hicache-obs": [sys.executable, "-m", "hicache_obs"], "python3": [sys.executable]}
+            beside = Path(sys.executable).with_name("hicache-obs")  # -m would take the copied folder for the package
+            started = {".venv/bin/hicache-obs": [beside], "python3": [sys.executable]}
             command: list[Any] = [*started.get(program, [program]), *arguments]
             if program == "promtool":
                 subprocess.run(command, cwd=where, check=True, capture_output=True, timeout=DEADLINE_S)

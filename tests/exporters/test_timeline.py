@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
@@ -294,6 +295,7 @@ def test_memory_does_not_grow_with_the_records(make: Any, monkeypatch: pytest.Mo
             links.feed(batch)
         links.finish()
         timeline = RecordTimeline(make(Nowhere()), numbers, "x", 0, links, {})
+        gc.collect()
         tracemalloc.start()
         for batch in rounds(count):
             timeline.feed(batch)
@@ -304,5 +306,6 @@ def test_memory_does_not_grow_with_the_records(make: Any, monkeypatch: pytest.Mo
             tracemalloc.stop()
 
     monkeypatch.setattr(perfetto, "MAX_INTERNED", 256)
-    small, large = peak(1_024), peak(3_072)
+    # The least of three: what else this process does in the meantime, other tests' threads included, counts too.
+    small, large = (min(peak(count) for _ in range(3)) for count in (1_024, 3_072))
     assert large < small + 100_000, (small, large)
