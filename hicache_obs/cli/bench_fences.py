@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hicache_obs.cli.demo_policies import BARRIERS, FENCES, WRITE_POLICIES
-from hicache_obs.cli.json_file import replace_text, writable_json, write_json
+from hicache_obs.cli.json_file import writable_json, write_json
+from hicache_obs.cli.whole_file import write_whole
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import worst
 
@@ -118,13 +119,13 @@ def command(
     Without fences findings are expected; exit code 1 means a finding where a fence should have prevented it, or in a
     journal.
     """
-    path = writable_json(json_file)
+    path = writable_json(json_file, source=workload)
     console = Console(stderr=json_file == "-")
     if journal is not None:
         _refuse_grid(context)
         return _price(journal, console, json_file, path)
     if plot is not None:
-        writable_json(str(plot), "--plot")
+        writable_json(str(plot), "--plot", source=workload)
     axes = {name: tuple(dict.fromkeys(others[name])) for name in _AXES}
     work = _requests(workload, requests, seed)
     options, grid = _prepare(work, clients, others, axes)
@@ -139,7 +140,7 @@ def command(
     if plot is not None:
         from hicache_obs.cli.fence_chart import chart
 
-        replace_text(plot, chart(settings))
+        write_whole(plot, chart(settings), "--plot")
     rounds = sum(cell.rounds for cell in cells)
     click.echo(f"simulated {rounds:,} rounds in {spent_s:.1f} s: {rounds / spent_s:,.0f} rounds/s", err=True)
     return int(worst([cell.code for cell in cells]))

@@ -167,7 +167,7 @@ def command(
     Without fences findings are expected; exit code 1 means a finding where a fence should have prevented it.
     """
     port = _port(serve)
-    json_path = writable_json(json_file)
+    json_path = writable_json(json_file, source=workload)
     options = build_options(
         fence=fence,
         device=device,

@@ -9,16 +9,23 @@ from typing import Any
 
 import click
 
+from hicache_obs.cli.whole_file import is_same, write_whole
 from hicache_obs.errors import ConfigError
 
 
-def writable_json(json_file: str | None, option: str = "--json") -> Path | None:
-    """Path of ``--json FILE``, checked before anything runs; ``None`` for standard output or no JSON."""
+def writable_json(json_file: str | None, option: str = "--json", *, source: Path | None = None) -> Path | None:
+    """Path of ``--json FILE``, checked before anything runs; ``None`` for standard output or no JSON.
+
+    Raises:
+        ConfigError: It cannot be written, or is ``source``, which the command reads.
+    """
     if json_file is None or json_file == "-":
         return None
     path = Path(json_file)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{option} {path}: cannot be written; expected a file in a directory that exists")
+    if source is not None and is_same(path, source):
+        raise ConfigError(f"{option} {path}: is the input; inputs are never overwritten")
     return path
 
 
@@ -30,11 +37,4 @@ def write_json(document: dict[str, Any], json_file: str | None, path: Path | Non
     if path is None:
         click.echo(text, nl=False)
         return
-    replace_text(path, text)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Make ``path`` hold ``text``, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, text, "--json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -15,6 +14,7 @@ from hicache_obs.cli.judge import check_journal, judge_file, progress_of, senten
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.cli.outputs import accepted_option, load_accepted
 from hicache_obs.cli.sections import section_of
+from hicache_obs.cli.whole_file import is_same, write_whole
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.html import MARK, Section, render
 from hicache_obs.findings import ExitCode, worst
@@ -48,7 +48,7 @@ def command(files: Sequence[Path], output: Path, journal: Path | None, accepted_
                 sections.append(section_of(judged, again))
                 codes.append(judged.code)
                 lines.append(f"{source_of(judged)}: {sentence(judged)}")
-    _write(output, render(sections))
+    write_whole(output, render(sections), "--output")
     for line in lines:
         click.echo(fit(line, indent=FINDING_INDENT))
     click.echo(f"report: {output}")
@@ -65,7 +65,7 @@ def check_output(output: Path, inputs: Sequence[Path]) -> None:
     try:
         real = output.resolve()
         for given in inputs:
-            if _same(output, given) or (given.is_dir() and real.is_relative_to(given.resolve())):
+            if is_same(output, given) or (given.is_dir() and real.is_relative_to(given.resolve())):
                 raise ConfigError(f"--output {output}: is part of the input {given}; expected another place")
         if output.is_dir():
             raise ConfigError(f"--output {output}: is a directory; expected a file in it")
@@ -79,31 +79,9 @@ def check_output(output: Path, inputs: Sequence[Path]) -> None:
         raise ConfigError(f"--output {output}: {error.strerror}") from None
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other)
-
-
 def _is_report(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(MARK)) == MARK.encode()
-
-
-def _write(output: Path, text: str) -> None:
-    """Replace ``output``: whole or not at all, whoever reads it meanwhile."""
-    partial = None
-    try:
-        handle, partial = tempfile.mkstemp(prefix=f".{output.name[:100]}.", suffix=".partial", dir=output.parent)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.fchmod(file.fileno(), 0o666 & ~mask)
-        os.replace(partial, output)
-    except OSError as error:
-        raise ConfigError(f"--output {output}: {error.strerror}; what was there is unchanged") from None
-    finally:
-        if partial is not None:
-            Path(partial).unlink(missing_ok=True)
 
 
 def _replay(path: Path) -> str:

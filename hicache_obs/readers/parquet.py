@@ -23,7 +23,6 @@ from hicache_obs.readers.journal_writer import record_batch
 from hicache_obs.readers.trace_file import size_of
 from hicache_obs.records import Access, AnyRecord, PageAlloc, PageFree, PageIds
 
-PARQUET_MAGIC: Final = b"PAR1"
 PARQUET_NAME: Final = re.compile(r"rank(\d+)\.parquet")
 MAX_ROWS: Final = 1 << 14
 """Rows of one row group."""
