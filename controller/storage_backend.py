@@ -98,10 +98,16 @@ class FsspecBackend:
     checksum turns into a miss.
 
     Raises:
-        ConfigError: fsspec or the driver is not installed, or the URL cannot be used.
+        ConfigError: fsspec or the driver is not installed, the URL holds a password, or it cannot be used.
     """
 
     def __init__(self, url: str) -> None:
+        scheme, _, rest = url.partition("://")
+        if "@" in rest.partition("/")[0]:
+            raise ConfigError(
+                f"storage {scheme}://...: no user or password in the address, which shows in process lists and logs; "
+                "the driver reads them from its environment variables or from fsspec's configuration files"
+            )
         try:
             import fsspec
         except ImportError:

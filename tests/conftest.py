@@ -3,14 +3,18 @@
 A test whose tool, data or device is absent is skipped with a reason that says what to do. In CI
 ``HICACHE_OBS_REQUIRE=all`` turns an absent tool into a failure, and ``.ci/check_skips.py`` accepts no skip
 reasons but those that begin with one of its prefixes, which are this file's.
+
+Where torch is not installed, a test that imports it is skipped, and every other one runs: CI tests the interpreters
+that it has no build of torch for so.
 """
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 NO_GPU = "gpu: no CUDA device here; on a machine with one run `make gpu-check`"
 NO_SHARED = "shared data: ../shared is absent beside this checkout"
+NO_TORCH = "torch: not installed for this interpreter; pip install torch"
 NO_CHECKOUT = "checkout: needs the source tree, this is an installed package"
 
 RequireTool = Callable[..., Path]
@@ -133,6 +138,32 @@ def certificate(require_tool: RequireTool, tmp_path_factory: pytest.TempPathFact
     return cert, key
 
 
+if importlib.util.find_spec("torch") is None:
+
+    def _lacks_torch(error: BaseException | None) -> bool:
+        while error is not None:
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+                return True
+            error = error.__cause__ or error.__context__
+        return False
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, object]:
+        """A module that imports torch is skipped."""
+        report = yield
+        if report.outcome == "failed" and "No module named 'torch'" in str(report.longrepr):
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"Skipped: {NO_TORCH}")
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, object, object]:
+        """A test that comes to an import of torch is skipped, and so is one whose fixture does."""
+        if call.excinfo is not None and _lacks_torch(call.excinfo.value):
+            call.excinfo = pytest.ExceptionInfo.from_exception(pytest.skip.Exception(NO_TORCH))
+        return (yield)
+
+
 def _has_cuda() -> bool:
     import torch  # here, because most runs collect no gpu test and importing torch takes seconds
 
@@ -142,6 +173,6 @@ def _has_cuda() -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Show gpu tests as skipped where there is no CUDA device."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items and not _has_cuda():
+    if gpu_items and (importlib.util.find_spec("torch") is None or not _has_cuda()):
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,19 @@ def test_installed_metadata_is_this_trees(checkout: Path) -> None:
 
     assert importlib.metadata.version("hicache-obs") == hicache_obs.__version__
     assert script.value == project["scripts"]["hicache-obs"]
+
+
+def test_the_lock_has_what_the_constraints_have(checkout: Path) -> None:
+    """Each package but torch, in the same version, and each with hashes."""
+    pinned = {line for line in (checkout / "constraints.txt").read_text().splitlines() if line[:1] not in ("#", "")}
+    locked = (checkout / "requirements.lock").read_text().replace("\\\n", " ")
+    entries = [line.split(maxsplit=1) for line in locked.splitlines() if line[:1] not in ("#", "")]
+    assert all("--hash=sha256:" in hashes for _, hashes in entries)
+    torch = {line for line in pinned if line.startswith("torch==")}
+    assert len(torch) == 1
+    assert {_normal(name) for name, _ in entries} == {_normal(line) for line in pinned - torch}
+
+
+def _normal(requirement: str) -> str:
+    name, _, version = requirement.partition("==")
+    return re.sub(r"[-_.]+", "-", name).lower() + "==" + version

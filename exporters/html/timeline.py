@@ -14,7 +14,7 @@ from hicache_obs.analyzer.plan import NEVER, plan
 from hicache_obs.analyzer.remedy import Timeline
 from hicache_obs.analyzer.stalls import Stall
 from hicache_obs.costs import FenceCost
-from hicache_obs.exporters.html.packed import Int64s, Packed
+from hicache_obs.exporters.html.packed import MAX_EXACT, Int64s, Packed
 from hicache_obs.readers.profile import OpKind, Profile
 from hicache_obs.records import (
     ALL_LAYERS,
@@ -420,6 +420,10 @@ def _arranged(
     """Sorted columns of the lanes that are drawn, from time 0."""
     columns = {name: np.asarray(values, np.int64) for name, values in ops.items()}
     stops = {name: np.asarray(values, np.int64) for name, values in waits.items()}
+    beyond = _hide_beyond(columns)
+    _hide_beyond(stops)
+    if beyond:
+        left_out.append(f"{beyond:,} operations with a number or a time too large to draw are not on the timeline")
     keep = _kept(len(lanes), columns, first)
     drawn = columns["lane"][columns["lane"] >= 0]
     hidden = drawn[~np.isin(drawn, keep)]
@@ -445,6 +449,20 @@ def _arranged(
         {name: values[behind] for name, values in stops.items()},
         names, accesses, labels, mark, groups, basis, zero, tuple(left_out),
     )  # fmt: skip
+
+
+def _hide_beyond(columns: dict[str, Int64s]) -> int:
+    """Take what a browser cannot hold exactly off its lane; a time counts from the middle one. How many there were."""
+    shown = columns["lane"] >= 0
+    if not shown.any():
+        return 0
+    middle = int(np.median(columns["start"][shown]))
+    exact = (columns["start"] >= middle - MAX_EXACT // 4) & (columns["end"] <= middle + MAX_EXACT // 4)
+    for name in ("op", "group", "low", "high", "avoidable"):
+        if name in columns:
+            exact &= (columns[name] > -MAX_EXACT) & (columns[name] < MAX_EXACT)
+    columns["lane"] = np.where(exact, columns["lane"], -1)
+    return int((shown & ~exact).sum())
 
 
 def _kept(count: int, ops: Mapping[str, Int64s], first: Iterable[OpId]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -167,11 +168,11 @@ def _write_trace(batches: Batches, info: JournalInfo, output: Path, kind: str, *
         segment_bytes=1 << 62 if as_file else DEFAULT_SEGMENT_BYTES,
     )
     count = 0
-    for batch in batches.read():
-        writer.write(batch)
-        count += len(batch)
-    path = writer.path
-    writer.close()
+    with closing(writer):
+        for batch in batches.read():
+            writer.write(batch)
+            count += len(batch)
+        path = writer.path
     if as_file and path is not None:
         path.rename(output)
     return count

@@ -154,5 +154,5 @@ def _open(path: Path) -> Any:
     size_of(path)
     try:
         return parquet.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: a column's name
         raise TraceError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from None

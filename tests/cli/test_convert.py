@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import gzip
 import inspect
 import json
@@ -337,6 +338,24 @@ def test_a_damaged_input_is_one_line_and_no_output(tmp_path: Path, capsys: pytes
     (line,) = capsys.readouterr().err.splitlines()
     assert "cut.parquet: not a Parquet file" in line
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("suffix", ["arrows", "parquet", "pftrace"])
+def test_what_was_opened_for_a_damaged_input_is_closed(tmp_path: Path, suffix: str) -> None:
+    """The input ends in the middle of its second batch, when the output has been begun."""
+    writer = JournalWriter(tmp_path / "journal")
+    for _ in range(2):
+        writer.write(History(RACY).records)
+    writer.close()
+    [segment] = (tmp_path / "journal").iterdir()
+    data = segment.read_bytes()
+    place = data.rindex(b"kernel")
+    segment.write_bytes(data[:place] + b"kernal" + data[place + 6 :])
+
+    assert main(["convert", str(tmp_path / "journal"), "-o", str(tmp_path / f"out.{suffix}")]) == 2
+    gc.collect()
+    assert not [file for file in tmp_path.iterdir() if "partial" in file.name]
 
 
 def test_without_the_package_perfetto_says_how_to_get_it(tmp_path: Path) -> None:

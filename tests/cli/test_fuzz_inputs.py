@@ -306,8 +306,11 @@ def test_damaged_inputs(block: int, tmp_path: Path) -> None:
         maker = MAKERS[seed // BLOCKS % len(MAKERS)]
         path = maker(rng, folder)
         command = rng.choice(PROFILE_COMMANDS if maker in (export_input, trace_input) else COMMANDS)
-        if rng.random() < 0.3:
+        written = rng.random()
+        if written < 0.3:
             command = ["convert", "-o", str(folder / f"out.{rng.choice(CONVERTED)}")]
+        elif written < 0.5:
+            command = ["report", "-o", str(folder / "report.html")]
         wrong, code = fault(path, [*command, str(path)])
         if wrong:
             KEPT.mkdir(parents=True, exist_ok=True)

@@ -103,6 +103,10 @@ def odd_value(path: Path) -> None:
         (odd_value, "x.parquet: row group 1 is damaged: record 1: kind 'oops'"),
         (lambda path: path.write_bytes(b"PAR1" + bytes(99)), "x.parquet: not a Parquet file: "),
         (lambda path: path.write_bytes(path.read_bytes()[:-20]), "x.parquet: not a Parquet file: "),
+        (
+            lambda path: path.write_bytes(path.read_bytes().replace(b"host_ns", b"host_\xffs")),
+            "x.parquet: not a Parquet file: ",
+        ),
     ],
 )
 def test_what_is_not_ours_is_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:

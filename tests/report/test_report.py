@@ -247,6 +247,23 @@ def test_rows_that_are_not_drawn_are_counted(tmp_path: Path, report: Report) -> 
     assert "22 more streams with 44 operations are not on the timeline, only judged" in page.words
 
 
+@pytest.mark.parametrize(("shift", "drawn"), [(0, 3), (MAX_EXACT // 8, 3), (MAX_EXACT, 2)])
+def test_what_a_browser_cannot_count_is_not_drawn(tmp_path: Path, report: Report, shift: int, drawn: int) -> None:
+    """One operation of three long after the others: up to a month it is drawn."""
+    records = [
+        msgspec.structs.replace(record, start_ns=record.start_ns + shift, end_ns=record.end_ns + shift)
+        if isinstance(record, Times) and record.op == 2
+        else record
+        for record in timed("F:w1 F:w2 F:w3")
+    ]
+    _, page = report(journal(tmp_path, records))
+    columns = unpack(page.data[0]["packed"])
+
+    assert len(columns["ops.op"]) == drawn
+    said = "1 operations with a number or a time too large to draw are not on the timeline"
+    assert (said in page.words) == (drawn == 2)
+
+
 def test_planned_waits_come_from_the_plan(report: Report) -> None:
     """A whole-forward barrier that nothing needs: all of it is avoidable."""
     _, page = report(CASES / "13-whole-forward-barrier-stalls-scheduler.json")
