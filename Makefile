@@ -16,7 +16,7 @@ RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
 SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requirements*.txt pyproject.toml | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-sglang bench-sglang check format bench long-trace fuzz fuzz-engine fuzz-inputs long-report mutants blast crash gpu-check nsys-env perfetto-env render-env pictures docs clean
+.PHONY: help venv lock demo test test-sglang bench-sglang bench-page check format bench long-trace fuzz fuzz-engine fuzz-inputs long-report mutants blast crash gpu-check nsys-env perfetto-env render-env pictures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,7 +74,11 @@ format: venv  ## rewrite the code to the project's format and apply safe lint fi
 
 bench: venv $(PEERS)/.complete  ## run the benchmarks side by side with their peers (ARGS: pytest options)
 	PYTHONPATH=$(PEERS) $(BIN)/python -m pytest benchmarks/ --benchmark-only --benchmark-timer=time.thread_time \
-	  --benchmark-columns=min,median,iqr,rounds $(ARGS)
+	  --benchmark-columns=min,median,iqr,rounds --benchmark-json=.cache/benchmarks.json $(ARGS)
+
+bench-page:  ## docs/benchmarks.md from the last run of `make bench`
+	$(BIN)/python benchmarks/page.py .cache/benchmarks.json > .cache/benchmarks.md
+	mv .cache/benchmarks.md docs/benchmarks.md
 
 # Readers of profiler files to compare with, beside the environment and with its numpy: only benchmarks use them.
 $(PEERS)/.complete: | $(STAMP)

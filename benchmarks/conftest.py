@@ -187,4 +187,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     session = getattr(config, "_benchmarksession", None)
     for bench in () if session is None else session.benchmarks:
         for what, value in bench.extra_info.items():
-            terminalreporter.write_line(f"{bench.name}: {value:,} {what}")
+            shown = value if isinstance(value, str) else f"{value:,}"
+            terminalreporter.write_line(f"{bench.name}: {shown} {what}")

@@ -1,0 +1,300 @@
+"""What being watched costs whoever launches: a decode round in each mode of ours, and with what one could use instead.
+
+A decode round is a fence, a kernel that reads 256 pages and writes 32, an event and the wait for the one before it, on
+the virtual device, whose own cost is the row *bare*. The peers put on the same thread, for the same round:
+OpenTelemetry's spans (one a call, sampled out or not), NVTX ranges with texts of their own, ``prometheus_client``'s
+classes, the handlers of torch's CUDA sanitizer, and our own analysis done in line.
+
+``test_busy_loop`` is shaped like a scheduler under full load: the same round, then Python of its own. It is timed on a
+clock, since what it looks for is the interpreter lock and the second core: with the node's agent as a process of its
+own, and with the analysis on a thread of the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import nvtx
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from hicache_obs.agent import Agent, RankPipeline
+from hicache_obs.analyzer import Analyzer
+from hicache_obs.analyzer.tally import Tally
+from hicache_obs.readers.ring import RingReader
+from hicache_obs.recorder import RecordedDevice, Recorder, create_ring
+from hicache_obs.recorder.nvtx_ranges import NoRanges
+from hicache_obs.records import CaptureMode, Define, Mode, Work, device
+from hicache_obs.streams.virtual import VirtualDevice
+
+PAGES, NEW = 256, 32
+ROUNDS, BATCHES = 100, 60
+TURN, TURNS = 200, 20
+HOST_WORK = 20_000
+"""Additions between two rounds of the busy loop: some 400 us."""
+Round = Callable[[], None]
+
+
+class Engine:
+    """Launches decode rounds on ``device``, one ahead of what it waits for."""
+
+    def __init__(self, device_: Any) -> None:
+        self._device = device_
+        self._schedule, self._forward = device_.Stream("schedule"), device_.Stream("forward")
+        self._events = [device_.Event() for _ in range(2)]
+        self._pool = np.random.default_rng(0).permutation(1 << 14).astype(np.int64)
+        self._rounds = 0
+
+    def round(self) -> None:
+        """One decode round."""
+        self._rounds = number = self._rounds + 1
+        at = number * NEW % (len(self._pool) - PAGES - NEW)
+        reads, writes = self._pool[at : at + PAGES], self._pool[at + PAGES : at + PAGES + NEW]
+        self._forward.wait_stream(self._schedule)
+        with self._device.stream(self._forward):
+            accesses = (device(Mode.READ, reads), device(Mode.WRITE, writes))
+            self._device.launch(_nothing, Work(site="forward", accesses=accesses, layers=(0, 1), group=number))
+        self._events[number % 2].record(self._forward)
+        if number > 1:
+            self._events[(number + 1) % 2].synchronize()
+
+
+def _nothing() -> None:
+    """What the rounds compute."""
+
+
+class Watched:
+    """An engine on a device of its own, with what the mode puts around it. Close it.
+
+    Args:
+        folder: For the ring.
+        recorded: Whether it records at all.
+        mode: What the ring's mode byte says.
+    """
+
+    def __init__(self, folder: Path, *, recorded: bool = True, mode: CaptureMode = CaptureMode.OBSERVE) -> None:
+        self._stack = contextlib.ExitStack()
+        bare = self._stack.enter_context(contextlib.closing(VirtualDevice("eager")))
+        self._recorder: Recorder | None = None
+        if not recorded:
+            self.round = Engine(bare).round
+            return
+        ring = create_ring("bench", directory=folder, clock=bare.host_ns, mode=mode)
+        self._stack.callback(ring.close)
+        self._recorder = Recorder(ring, clock=bare.host_ns, ranges=NoRanges())
+        self._recorder.define_pool("kv", 1)
+        self.ring = ring
+        self.round = Engine(RecordedDevice(bare, self._recorder)).round
+
+    def rounds(self, count: int = ROUNDS) -> None:
+        """``count`` rounds; device times are asked for every tenth, as ten times a second at 100 rounds a second."""
+        for _ in range(count // 10):
+            for _ in range(10):
+                self.round()
+            self.resolve()
+
+    def resolve(self) -> int:
+        """Ask for device times."""
+        return 0 if self._recorder is None else self._recorder.resolve()
+
+    def reader(self) -> RingReader:
+        """Reads the ring in this process."""
+        return self._stack.enter_context(contextlib.closing(RingReader(self.ring.path)))
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+    """``watched(recorded=..., mode=...)``: a ``Watched`` that is closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(contextlib.closing(Watched(tmp_path, **options)))
+
+
+@contextlib.contextmanager
+def agent_of(folder: Path) -> Iterator[None]:
+    """The node's agent as a process of its own; it serves no port that anybody asks."""
+    command = [sys.executable, "-m", "hicache_obs", "agent", "--port", "0"]
+    environment = {**os.environ, "HICACHE_OBS_DIR": str(folder)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            time.sleep(2)  # it has imported what it needs, and found the ring
+            assert process.poll() is None
+            yield
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def _measure(benchmark: BenchmarkFixture, run: Round, setup: Callable[[], object] = lambda: None) -> None:
+    benchmark.group = f"launching thread: {ROUNDS} decode rounds"
+    benchmark.pedantic(run, setup=lambda: setup() and None, rounds=BATCHES, warmup_rounds=3)
+    benchmark.extra_info["us per round"] = round(benchmark.stats.stats.min * 1e6 / ROUNDS, 2)
+
+
+def test_bare(benchmark: BenchmarkFixture, watched: Callable[..., Watched]) -> None:
+    """Nobody watches."""
+    _measure(benchmark, watched(recorded=False).rounds)
+
+
+def test_off(benchmark: BenchmarkFixture, watched: Callable[..., Watched]) -> None:
+    """Wrapped, and the mode byte says off."""
+    engine = watched(mode=CaptureMode.OFF)
+    reader = engine.reader()
+    _measure(benchmark, engine.rounds)
+    assert all(isinstance(record, Define) for record in reader.poll())
+
+
+def test_recording(benchmark: BenchmarkFixture, watched: Callable[..., Watched]) -> None:
+    """Recording; between the batches somebody empties the ring."""
+    engine = watched()
+    reader = engine.reader()
+    _measure(benchmark, engine.rounds, reader.poll)
+    assert len(reader.poll()) > 4 * ROUNDS
+    assert not any(reader.dropped.values())
+
+
+def test_recording_and_agent(benchmark: BenchmarkFixture, watched: Callable[..., Watched], tmp_path: Path) -> None:
+    """Recording, and the node's agent reads and judges meanwhile on the other core."""
+    engine = watched()
+    with agent_of(tmp_path):
+        _measure(benchmark, engine.rounds, lambda: time.sleep(0.2))
+    reader = engine.reader()
+    assert not any(reader.dropped.values())
+    assert reader.position > 4 * ROUNDS * BATCHES
+
+
+def test_analysis_in_line(benchmark: BenchmarkFixture, watched: Callable[..., Watched]) -> None:
+    """Recording, and the same thread judges after every tenth round."""
+    engine = watched()
+    tally = Tally()
+    pipeline = RankPipeline(engine.reader(), Analyzer(tally))
+
+    def run() -> None:
+        for _ in range(ROUNDS // 10):
+            engine.rounds(10)
+            pipeline.step()
+
+    _measure(benchmark, run)
+    assert sum(tally.checked.values()) > 0
+    assert not tally.defects
+
+
+@pytest.mark.parametrize("one_in", [1, 100])
+def test_opentelemetry(benchmark: BenchmarkFixture, watched: Callable[..., Watched], one_in: int) -> None:
+    """A span a round with one for each of its four calls, made where they are launched; nothing is sent."""
+    tracer = TracerProvider(sampler=TraceIdRatioBased(1 / one_in)).get_tracer("bench")
+    step = watched(recorded=False).round
+
+    def run() -> None:
+        for number in range(ROUNDS):
+            with tracer.start_as_current_span("round", attributes={"round": number, "pages": PAGES}):
+                for name in ("wait", "forward", "record", "synchronize"):
+                    with tracer.start_as_current_span(name, attributes={"stream": "forward"}):
+                        pass
+                step()
+
+    _measure(benchmark, run)
+
+
+def test_nvtx_texts(benchmark: BenchmarkFixture, watched: Callable[..., Watched]) -> None:
+    """A range a round with a text of its own, and one a call; no tool is attached."""
+    step = watched(recorded=False).round
+
+    def run() -> None:
+        for number in range(ROUNDS):
+            with nvtx.annotate(f"round {number}: {PAGES} pages"):
+                for name in ("wait", "forward", "record", "synchronize"):
+                    with nvtx.annotate(f"{name} of round {number}"):
+                        pass
+                step()
+
+    _measure(benchmark, run)
+
+
+def test_prometheus_client(benchmark: BenchmarkFixture, watched: Callable[..., Watched]) -> None:
+    """A counter and a histogram of each of its four calls, as one would instrument them by hand; it judges nothing."""
+    registry = CollectorRegistry()
+    calls = Counter("calls", "Calls.", ["call"], registry=registry)
+    seconds = Histogram("seconds", "Of a call.", ["call"], registry=registry)
+    children = [(calls.labels(name), seconds.labels(name)) for name in ("wait", "forward", "record", "synchronize")]
+    step = watched(recorded=False).round
+
+    def run() -> None:
+        for _ in range(ROUNDS):
+            for counter, histogram in children:
+                start = time.perf_counter()
+                counter.inc()
+                histogram.observe(time.perf_counter() - start)
+            step()
+
+    _measure(benchmark, run)
+
+
+def test_cuda_sanitizer(benchmark: BenchmarkFixture, watched: Callable[..., Watched], sanitizer: Any) -> None:
+    """The handlers of torch's CUDA sanitizer, called for the round's records, one address for all pages.
+
+    What it takes to get from torch's dispatcher to the handlers is not in here.
+    """
+    engine = watched()
+    reader = engine.reader()
+    engine.rounds()
+    records = [record for record in reader.poll() if not isinstance(record, Define)]
+    step = watched(recorded=False).round
+
+    def run() -> None:
+        for _ in range(ROUNDS):
+            step()
+        sanitizer.feed(records)
+
+    _measure(benchmark, run)
+
+
+# -- a scheduler under full load -----------------------------------------------------------------------------
+
+
+def _busy(step: Round) -> float:
+    """Seconds on the clock for a turn of the loop."""
+    start = time.perf_counter()
+    for _ in range(TURN):
+        step()
+        sum(range(HOST_WORK))
+    return time.perf_counter() - start
+
+
+def test_busy_loop(benchmark: BenchmarkFixture, watched: Callable[..., Watched], tmp_path: Path) -> None:
+    """All modes in turn; percent slower than *bare* in the same turn: median, and quartiles."""
+    with_agent, with_thread, alone = watched(), watched(), watched()
+    modes = {"bare": watched(recorded=False), "recording": alone, "and agent": with_agent, "and thread": with_thread}
+    empty = alone.reader()
+    inline = Agent(RankPipeline(with_thread.reader(), Analyzer(Tally())), resolve=with_thread.resolve)
+    seconds: dict[str, list[float]] = {name: [] for name in modes}
+
+    def turn() -> None:
+        for name, engine in modes.items():
+            seconds[name].append(_busy(engine.round))
+            engine.resolve()
+        empty.poll()
+
+    benchmark.group = f"busy loop: {TURN} rounds with host work, in {len(modes)} modes"
+    inline.start()
+    with agent_of(tmp_path):
+        benchmark.pedantic(turn, rounds=TURNS, warmup_rounds=2)
+    inline.finish()
+    for name in list(modes)[1:]:
+        slower = [100 * (mine / base - 1) for mine, base in zip(seconds[name], seconds["bare"], strict=True)]
+        low, middle, high = statistics.quantiles(slower, n=4)
+        benchmark.extra_info[f"% slower, {name}"] = f"{middle:.2f} ({low:.2f} to {high:.2f})"
