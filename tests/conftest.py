@@ -160,7 +160,10 @@ if importlib.util.find_spec("torch") is None:
     def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, object, object]:
         """A test that comes to an import of torch is skipped, and so is one whose fixture does."""
         if call.excinfo is not None and _lacks_torch(call.excinfo.value):
-            call.excinfo = pytest.ExceptionInfo.from_exception(pytest.skip.Exception(NO_TORCH))
+            try:
+                pytest.skip(NO_TORCH)
+            except pytest.skip.Exception:
+                call.excinfo = pytest.ExceptionInfo.from_current()
         return (yield)
 
 
