@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from hicache_obs.readers.journal_format import (
     records_of,
 )
 from hicache_obs.readers.journal_writer import JournalWriter
+from hicache_obs.readers.stored import AnyPath, StoredPath
 from hicache_obs.readers.trace_file import node_fault, size_of
 from hicache_obs.records import (
     MAX_IDS,
@@ -91,6 +92,7 @@ MAX_PAGES: Final = MAX_IDS
 
 A run length is just a number, and a file must not make us allocate the world.
 """
+P = TypeVar("P", Path, StoredPath)
 
 
 # -- batches to records --------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ def read_journal(path: str | os.PathLike[str], *, rank: int | None = None) -> Tr
 
 
 def journal_batches(
-    path: str | os.PathLike[str], *, rank: int | None = None, notes: list[str]
+    path: str | os.PathLike[str] | StoredPath, *, rank: int | None = None, notes: list[str]
 ) -> Iterator[list[AnyRecord]]:
     """The records of ``read_journal``, batch by batch: memory stays that of one batch.
 
@@ -145,20 +147,25 @@ def journal_batches(
 
 
 def journal_segments(
-    path: str | os.PathLike[str], *, rank: int | None = None, notes: list[str]
-) -> list[tuple[Path, JournalInfo]]:
+    path: str | os.PathLike[str] | StoredPath, *, rank: int | None = None, notes: list[str]
+) -> list[tuple[AnyPath, JournalInfo]]:
     """The segments that ``read_journal`` reads, oldest first, with their headers.
 
     Raises:
         TraceError: As ``read_journal``, for the headers.
     """
+    if isinstance(path, StoredPath):
+        return [*_newest_run(path, rank, notes)] if path.is_dir() else [_segment(path, notes)]
     target = Path(path)
-    if target.is_dir():
-        return _newest_run(target, rank, notes)
+    return [*_newest_run(target, rank, notes)] if target.is_dir() else [_segment(target, notes)]
+
+
+def _segment(target: AnyPath, notes: list[str]) -> tuple[AnyPath, JournalInfo]:
+    """One segment by itself."""
     info = _read_info(target)
     if info.segment > 1 and not info.definitions:
         notes.append(f"{target}: segment {info.segment} of its run; names defined earlier are unknown")
-    return [(target, info)]
+    return target, info
 
 
 def newest_run(directory: Path, *, rank: int) -> list[tuple[Path, JournalInfo]]:
@@ -170,7 +177,7 @@ def newest_run(directory: Path, *, rank: int) -> list[tuple[Path, JournalInfo]]:
     return _newest_run(directory, rank, [])
 
 
-def read_definitions(path: Path, info: JournalInfo) -> list[Define]:
+def read_definitions(path: AnyPath, info: JournalInfo) -> list[Define]:
     """The names in use when segment ``path`` was made, as its header ``info`` states them.
 
     Raises:
@@ -195,8 +202,8 @@ def journal_ranks(directory: Path) -> list[int]:
     return sorted({int(match[1]) for file in directory.iterdir() if (match := FILE_NAME.fullmatch(file.name))})
 
 
-def _newest_run(directory: Path, rank: int | None, notes: list[str]) -> list[tuple[Path, JournalInfo]]:
-    by_rank: dict[int, list[tuple[int, Path]]] = {}
+def _newest_run(directory: P, rank: int | None, notes: list[str]) -> list[tuple[P, JournalInfo]]:
+    by_rank: dict[int, list[tuple[int, P]]] = {}
     for file in directory.iterdir():
         match = FILE_NAME.fullmatch(file.name)
         if match:
@@ -210,7 +217,7 @@ def _newest_run(directory: Path, rank: int | None, notes: list[str]) -> list[tup
         rank = next(iter(by_rank))
     if rank not in by_rank:
         raise TraceError(f"{directory}: holds no journal of rank {rank}, only of {known}")
-    headers: list[tuple[Path, JournalInfo]] = []
+    headers: list[tuple[P, JournalInfo]] = []
     for _, file in sorted(by_rank[rank]):
         try:
             headers.append((file, _read_info(file)))
@@ -229,11 +236,14 @@ class _NoHeader(TraceError):
     """A segment whose writer was killed before its header was whole."""
 
 
-def _open(path: Path) -> tuple[Any, Any]:
+def _open(path: AnyPath) -> tuple[Any, Any]:
     """The file and its Arrow stream."""
-    size_of(path)
     try:
-        file = pa.OSFile(str(path), "rb")
+        if isinstance(path, StoredPath):
+            file = path.open_arrow()
+        else:
+            size_of(path)
+            file = pa.OSFile(str(path), "rb")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     start = file.read(len(STREAM_START))
@@ -248,13 +258,13 @@ def _open(path: Path) -> tuple[Any, Any]:
         raise TraceError(f"{path}: not a journal: {_one_line(error)}") from None
 
 
-def _read_info(path: Path) -> JournalInfo:
+def _read_info(path: AnyPath) -> JournalInfo:
     file, stream = _open(path)
     with file:
         return read_header(path, stream.schema)
 
 
-def read_header(path: Path, schema: Any) -> JournalInfo:
+def read_header(path: AnyPath, schema: Any) -> JournalInfo:
     """What the Arrow schema of a journal segment, or of a Parquet file of records, says about it.
 
     Raises:
@@ -288,7 +298,7 @@ def read_header(path: Path, schema: Any) -> JournalInfo:
     return JournalInfo(**values)
 
 
-def read_segment(path: Path, notes: list[str]) -> Iterator[list[AnyRecord]]:
+def read_segment(path: AnyPath, notes: list[str]) -> Iterator[list[AnyRecord]]:
     """The whole batches of a segment, in order.
 
     Args:
