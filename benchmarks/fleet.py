@@ -100,7 +100,7 @@ def run(name: str, places: Sequence[RankPlace], bound_mib: int) -> tuple[Fleet, 
     note = f"; worker {killed[0]} was killed" if killed else ""
     print(
         f"workers {name:<9} {took_s:8.1f} s wall ({up_s:.1f} s of it until they were up), "
-        f"{sum(watch.cpu_s.values()):8.1f} s of processor time, largest worker {peak_mib:,.0f} MiB of {bound_mib:,} allowed{note}",
+        f"{sum(watch.cpu_s.values()):8.1f} s processor time, largest worker {peak_mib:,.0f} MiB of {bound_mib:,}{note}",
         flush=True,
     )
     return fleet, peak_mib <= bound_mib and (bool(killed) or not name.endswith("killed"))

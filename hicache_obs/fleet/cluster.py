@@ -1,7 +1,7 @@
 """Workers for ``analyse_fleet``: Dask's, of this machine or of any cluster.
 
 A worker of this machine is a process of one thread and bounded memory that Dask's nanny starts again when it dies or
-exceeds the bound. A Dask scheduler runs whatever code it is sent, so these listen on the loopback address only, and only
+exceeds the bound. A Dask scheduler runs whatever code it is sent: these listen on the loopback address alone, and only
 to who holds a certificate that is made for this run and never written to a file. There is no dashboard.
 """
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ class RankPlace:
         node: Name of its node.
         role: What the process does, as the ring's name says; empty if nothing says it.
         ranks: Which worker of a server it is.
+        recording: 1, or more for further recordings of the same worker of the same node.
     """
 
     place: str
@@ -47,12 +49,14 @@ class RankPlace:
     node: str
     role: str
     ranks: Ranks
+    recording: int = 1
 
     @property
     def name(self) -> str:
-        """Short, for people: the node and the worker."""
+        """Short, for people, of no other rank: the node and the worker."""
         ranks = self.ranks
-        return f"{self.node} {self.role or 'rank'} dp{ranks.dp} pp{ranks.pp} tp{ranks.tp}"
+        again = f" recording {self.recording}" if self.recording > 1 else ""
+        return f"{self.node} {self.role or 'rank'} dp{ranks.dp} pp{ranks.pp} tp{ranks.tp}{again}"
 
 
 def find_ranks(arguments: Sequence[str]) -> list[RankPlace]:
@@ -73,7 +77,12 @@ def find_ranks(arguments: Sequence[str]) -> list[RankPlace]:
             raise ConfigError(f"{argument}: more than {MAX_RANKS:,} ranks in all; name fewer")
     names = _short(place.node for place in found.values())
     placed = [replace(place, node=names[place.node]) for place in found.values()]
-    return sorted(placed, key=lambda p: (p.node, p.role, p.ranks.dp, p.ranks.pp, p.ranks.tp, p.place))
+    seen: Counter[str] = Counter()
+    ordered = []
+    for place in sorted(placed, key=lambda p: (p.node, p.role, p.ranks.dp, p.ranks.pp, p.ranks.tp, p.place)):
+        seen[place.name] += 1
+        ordered.append(replace(place, recording=seen[place.name]))
+    return ordered
 
 
 def _below(argument: str) -> list[RankPlace]:

@@ -238,10 +238,8 @@ def _analyse(place: RankPlace) -> AnalysedRank:
     for batch in batches.read():
         analyzer.feed(batch)
         log.feed(batch)
-        called = [record.host_ns for record in (batch[0], batch[-1])] if batch else []
-        if any(called):
-            begin_ns = begin_ns or min(filter(None, called))
-            end_ns = max(end_ns, *called)
+        begin_ns = begin_ns or next((record.host_ns for record in batch if record.host_ns), 0)
+        end_ns = max(end_ns, batch[-1].host_ns if batch else 0)
     analyzer.finish()
     defects = sums.by_severity()
     info = batches.info
