@@ -2,7 +2,8 @@
 
 A worker of this machine is a process of one thread and bounded memory that Dask's nanny starts again when it dies or
 exceeds the bound. A Dask scheduler runs whatever code it is sent: these listen on the loopback address alone, and only
-to who holds a certificate that is made for this run and never written to a file. There is no dashboard.
+to who holds a certificate that is made for this run and never written to a file. There is no dashboard, and
+Dask's HTTP servers, which cannot be switched off, have no pages.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _TIMEOUT: Final = (TimeoutError, asyncio.TimeoutError)
 _SETTINGS: Final = {
     "distributed.worker.memory.terminate": 0.95,
     "distributed.scheduler.allowed-failures": 3,
+    "distributed.scheduler.http.routes": [],
+    "distributed.worker.http.routes": [],
 }
 
 
@@ -55,7 +58,7 @@ def local_workers(count: int, memory_bytes: int = MEMORY_BYTES) -> Iterator[Dask
                     host="127.0.0.1",
                     protocol="tls",
                     security=distributed.Security.temporary(),
-                    dashboard_address=None,
+                    scheduler_kwargs={"dashboard": False, "dashboard_address": "127.0.0.1:0"},
                     silence_logs=logging.CRITICAL,
                 )
             )

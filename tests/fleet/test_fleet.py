@@ -53,7 +53,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return go
 
 
-# -- each rank by itself -------------------------------------------------------------------------------------------
+# -- each rank by itself -------------------------------------------------------------------------------------
 
 
 def test_each_rank_is_judged_as_analyze_does(both: Fleet) -> None:
@@ -94,7 +94,7 @@ def test_an_accepted_finding_is_one_that_is_expected(fleet_folder: Path, both: F
     assert expected["text"].startswith("AS ACCEPTED: ")
 
 
-# -- several ----------------------------------------------------------------------------------------------------------
+# -- several -------------------------------------------------------------------------------------------------
 
 
 def test_a_server_without_faults_is_clean_and_its_ranks_agree(fleet_folder: Path, run: Run) -> None:
@@ -175,7 +175,7 @@ def test_a_rank_that_cannot_be_read_is_named_and_never_clean(tmp_path: Path, fle
     assert all(len(group["compared"]) == 2 for group in found["groups"])
 
 
-# -- where records are ---------------------------------------------------------------------------------------------------
+# -- where records are ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_what_is_torn_in_a_store_is_read_up_to_its_last_whole_batch(in_memory: s
     assert damaged.code(ACCEPTS_NONE) is ExitCode.NOTHING_CHECKED
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- what is written -----------------------------------------------------------------------------------------
 
 
 def test_the_data_set_holds_what_json_says(fleet_folder: Path, tmp_path: Path, run: Run) -> None:
