@@ -161,7 +161,7 @@ def clock_text(clock: Clock) -> str:
         )
     what = "wall clock" if clock.wall else "host clock"
     return (
-        f"{what} ahead by {bounds.low_ns / 1e3:,.1f} to {bounds.high_ns / 1e3:,.1f} us, by {bounds.count:,} collectives"
+        f"{what} ahead by {bounds.low_ns / 1e3:,.3f} to {bounds.high_ns / 1e3:,.3f} us, by {bounds.count:,} collectives"
     )
 
 
