@@ -245,21 +245,29 @@ def _result(
 
 
 def _clocks(ranks: Sequence[RankSummary], groups: Sequence[Group], pairs: _Pairs) -> list[Clock]:
-    """Every member of a collective group beside the group's first one; what several groups say is put together."""
-    found: dict[tuple[int, int], Bounds | None] = {}
+    """Every member of a collective group beside the group's first one; what several groups say is put together.
+
+    A group whose calls do not block fits no distance by itself and says nothing, if another one does.
+    """
+    found: dict[tuple[int, int], list[Bounds]] = {}
     for index, group in enumerate(groups):
         if group.kind != COLLECTIVES:
             continue
         for place, member in enumerate(group.members[1:], 1):
+            said = found.setdefault((member.number, group.members[0].number), [])
             pair = pairs[index, place]
-            bounds = None if pair is None else pair[1]
-            key = member.number, group.members[0].number
-            known = found.get(key)
-            if known is not None and bounds is not None:
-                low, high = max(known.low_ns, bounds.low_ns), min(known.high_ns, bounds.high_ns)
-                bounds = Bounds(low, high, known.count + bounds.count)
-            found[key] = known if bounds is None else bounds
-    return [_clock(ranks, number, against, bounds) for (number, against), bounds in sorted(found.items())]
+            if pair is not None and pair[1] is not None:
+                said.append(pair[1])
+    return [_clock(ranks, number, against, _together(said)) for (number, against), said in sorted(found.items())]
+
+
+def _together(said: Sequence[Bounds]) -> Bounds | None:
+    """The tightest of all that fit a distance by themselves; of none, the one that misses by least."""
+    fitting = [bounds for bounds in said if bounds.low_ns <= bounds.high_ns]
+    if not fitting:
+        return min(said, key=lambda bounds: bounds.low_ns - bounds.high_ns, default=None)
+    low, high = max(bounds.low_ns for bounds in fitting), min(bounds.high_ns for bounds in fitting)
+    return Bounds(low, high, sum(bounds.count for bounds in fitting))
 
 
 def _clock(ranks: Sequence[RankSummary], number: int, against: int, bounds: Bounds | None) -> Clock:

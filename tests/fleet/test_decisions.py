@@ -9,6 +9,7 @@ import pytest
 
 from hicache_obs.fleet.agreement import ANCHOR, Bounds, clock_bounds, compare
 from hicache_obs.fleet.decisions import CACHE, COLLECTIVES, DecisionLog, Decisions, SequenceName
+from hicache_obs.fleet.run import _together
 from hicache_obs.records import (
     ALL_LAYERS,
     NO_OP,
@@ -218,6 +219,15 @@ def test_a_call_that_does_not_block_leaves_no_distance() -> None:
 
     assert bounds is not None
     assert bounds.low_ns > bounds.high_ns
+
+
+def test_a_group_that_does_not_block_is_left_aside_where_another_does() -> None:
+    """What ``fleet`` says of two ranks by all their groups."""
+    fits, tighter, wrong, worse = Bounds(5, 9, 2), Bounds(6, 20, 3), Bounds(9, 1, 4), Bounds(90, 1, 4)
+
+    assert _together([wrong, fits, tighter]) == Bounds(6, 9, 5)
+    assert _together([worse, wrong]) == wrong
+    assert _together([]) is None
 
 
 def test_a_collective_is_left_at_the_next_call_of_its_thread() -> None:
