@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +29,12 @@ MEMORY_BYTES: Final = 1 << 30
 """Of a worker of this machine, by default."""
 _TIMEOUT: Final = (TimeoutError, asyncio.TimeoutError)
 """One and the same from Python 3.11 on."""
-_SETTINGS: Final = {
+_LOCAL: Final = {
     "distributed.worker.memory.terminate": 0.95,
     "distributed.scheduler.allowed-failures": 3,
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
+    "distributed.worker.preload": ["hicache_obs.fleet.local_worker"],
 }
 
 
@@ -47,7 +49,8 @@ def local_workers(count: int, memory_bytes: int = MEMORY_BYTES) -> Iterator[Dask
     import dask
     import distributed
 
-    with dask.config.set(_SETTINGS), contextlib.ExitStack() as stack:
+    with dask.config.set(_LOCAL), contextlib.ExitStack() as stack:
+        spilled = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-obs-fleet-"))
         try:
             cluster = stack.enter_context(
                 distributed.LocalCluster(
@@ -59,6 +62,7 @@ def local_workers(count: int, memory_bytes: int = MEMORY_BYTES) -> Iterator[Dask
                     protocol="tls",
                     security=distributed.Security.temporary(),
                     scheduler_kwargs={"dashboard": False, "dashboard_address": "127.0.0.1:0"},
+                    local_directory=spilled,
                     silence_logs=logging.CRITICAL,
                 )
             )
@@ -78,10 +82,9 @@ def remote_workers(address: str, timeout_s: float = CONNECT_S) -> Iterator[DaskE
         ModuleNotFoundError: The extra ``fleet`` is not installed.
         ConfigError: There is no scheduler, or it has no worker.
     """
-    import dask
     import distributed
 
-    with dask.config.set(_SETTINGS), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         try:
             client = stack.enter_context(distributed.Client(address, timeout=timeout_s, set_as_default=False))
         except (OSError, ValueError, TypeError, ImportError, RuntimeError, *_TIMEOUT) as error:

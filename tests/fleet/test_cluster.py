@@ -118,6 +118,11 @@ def test_servers_listen_on_the_loopback_address_with_certificates(workers: Any) 
         caught.value.close()
 
 
+def test_ctrl_c_is_left_to_the_command_itself(workers: Any) -> None:
+    """A terminal sends it to the workers too, whose tracebacks would be all that is seen."""
+    assert set(workers.client.run(signal.getsignal, signal.SIGINT).values()) == {signal.SIG_IGN}
+
+
 def test_nobody_without_the_certificate_is_served(workers: Any) -> None:
     from distributed import Client
 
