@@ -173,6 +173,12 @@ def test_what_follows_a_loss_is_laid_where_its_decisions_are_the_same(lost: int)
     assert compare(decisions(NUMBERS), wrong).difference == (190, 190 - lost)
 
 
+def test_a_difference_right_behind_a_loss_is_found_by_what_follows_it() -> None:
+    wrong = decisions([*NUMBERS[:40], *NUMBERS[60:65], 7, *NUMBERS[66:]], [40])
+
+    assert compare(decisions(NUMBERS), wrong).difference == (65, 45)
+
+
 def test_a_loss_in_both_is_crossed() -> None:
     one = decisions([*NUMBERS[:60], *NUMBERS[70:]], [60])
     other = decisions([*NUMBERS[:120], *NUMBERS[125:]], [120])
