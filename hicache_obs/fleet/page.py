@@ -59,7 +59,7 @@ def _names(judged: Judged, numbers: tuple[int, ...]) -> str:
 
 
 def _divergences(judged: Judged) -> list[Divergence]:
-    found = []
+    found: list[Divergence] = []
     for result in judged.fleet.groups:
         if result.divergence is None or len(found) >= MAX_CARDS:
             continue
