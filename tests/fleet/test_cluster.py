@@ -137,10 +137,10 @@ def test_nobody_without_the_certificate_is_served(workers: Any) -> None:
 def test_any_cluster_by_its_address(
     fleet_folder: Path, expected: Fleet, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheduler with a worker of its own, as an operator would start them."""
+    """Here its worker is a thread, which makes no difference but in time."""
     from distributed import LocalCluster
 
-    with LocalCluster(n_workers=1, threads_per_worker=1, **OPTIONS) as cluster:
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", **OPTIONS) as cluster:
         code = main(["fleet", str(fleet_folder), "--scheduler", cluster.scheduler_address, "--json"])
     found = json.loads(capsys.readouterr().out)
 
