@@ -19,7 +19,7 @@ COMMANDS: Final = {
     "check": "Check scenario, journal and ring files for races.",
     "explore": "Run a controller for every way its host code can go.",
     "analyze": "Judge Nsight Systems and torch.profiler recordings.",
-    "fleet": "Analyse the journals of many ranks in parallel, and compare the ranks.",
+    "fleet": "Judge the journals of many ranks in parallel, and compare them.",
     "report": "Write verdict, findings, timeline and costs as one HTML file.",
     "record": "Run a command under Nsight Systems or torch.profiler, and judge it.",
     "convert": "Write recordings as timelines for Perfetto and Chrome, Parquet, journals.",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from hicache_obs.readers.journal_writer import JournalWriter
+from hicache_obs.readers.journal_writer import DEFAULT_SEGMENT_BYTES, JournalWriter
 from hicache_obs.records import (
     NO_OP,
     AnyRecord,
@@ -85,7 +85,7 @@ class ServerRank:
     def records(self) -> Iterator[list[AnyRecord]]:
         """The records of each round."""
         made = _RankRounds(self.ranks.tp)
-        yield [*made.names(), *made.prologue()]
+        yield [*_names(), *made.prologue()]
         for number in range(1, self.rounds + 1):
             here = {fault for fault, place in self.faults.items() if place == number}
             records = made.round(number, here)
@@ -94,23 +94,24 @@ class ServerRank:
             yield records
 
 
+def _names() -> list[Define]:
+    """What the engine's names are."""
+    names = {
+        (DefineSpace.SITE, 0): "forward",
+        (DefineSpace.SITE, 1): "load-back copy",
+        **{(DefineSpace.SITE, site): text for site, text in SITES},
+        (DefineSpace.GROUP, GROUP): "tp",
+        (DefineSpace.THREAD, int(MAIN)): "scheduler",
+    }
+    return [Define(NO_OP, MAIN, 0, space, number, text) for (space, number), text in names.items()]
+
+
 class _RankRounds(Rounds):
     """Rounds of a small model: 8 rows of 4 pages, 4 layers, load-backs of 64 pages."""
 
     def __init__(self, tp: int) -> None:
         super().__init__(layers=4, pages=1 << 10, restored_pages=64, timed=True, consecutive=True, rows=8, row_pages=4)
         self._tp = tp
-
-    def names(self) -> list[AnyRecord]:
-        """What the engine's names are."""
-        names = {
-            (DefineSpace.SITE, 0): "forward",
-            (DefineSpace.SITE, 1): "load-back copy",
-            **{(DefineSpace.SITE, site): text for site, text in SITES},
-            (DefineSpace.GROUP, GROUP): "tp",
-            (DefineSpace.THREAD, int(MAIN)): "scheduler",
-        }
-        return [Define(NO_OP, MAIN, 0, space, number, text) for (space, number), text in names.items()]
 
     def round(self, number: int, faults: set[Fault]) -> list[AnyRecord]:
         """Round ``number``: one in 32 restores, one writes back, one restores beside a round that is in flight."""
@@ -151,16 +152,32 @@ class _RankRounds(Rounds):
         return self._with_times(records)
 
 
-def write_rank(journals: Path, rank: ServerRank) -> Path:
-    """The journal of ``rank`` in a folder of its own below ``journals``; that folder."""
+def write_rank(
+    journals: Path, rank: ServerRank, *, batch_records: int = BATCH, segment_bytes: int = DEFAULT_SEGMENT_BYTES
+) -> Path:
+    """The journal of ``rank`` in a folder of its own below ``journals``; that folder.
+
+    Args:
+        journals: Of a node.
+        rank: What to write.
+        batch_records: A batch is written when it has as many; whole rounds.
+        segment_bytes: As of ``JournalWriter``.
+    """
     folder = journals / rank.folder
+    wall_ns = MADE_NS + rank.skew_ns
     writer = JournalWriter(
-        folder, rank=rank.ranks.tp, engine="synthetic 1", clock="ring", wall_ns=MADE_NS + rank.skew_ns, host_ns=0
+        folder,
+        rank=rank.ranks.tp,
+        engine="synthetic 1",
+        clock="ring",
+        wall_ns=wall_ns,
+        segment_bytes=segment_bytes,
+        definitions=_names,
     )
     batch: list[AnyRecord] = []
     for records in rank.records():
         batch += records
-        if len(batch) >= BATCH:
+        if len(batch) >= batch_records:
             writer.write(batch)
             batch = []
     writer.write(batch)

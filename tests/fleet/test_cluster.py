@@ -12,7 +12,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hicache_obs.cli import main
@@ -105,6 +104,8 @@ def test_a_rank_that_kills_every_worker_is_named_and_never_clean(
 
 def test_servers_listen_on_the_loopback_address_with_certificates(workers: Any) -> None:
     """All of them: Dask also starts HTTP servers, which have no page here."""
+    import psutil  # comes with Dask
+
     info = workers.client.scheduler_info(n_workers=-1)
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     listening = [c.laddr for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]

@@ -148,6 +148,28 @@ def test_a_loss_that_hides_all_is_undecided_never_clean(tmp_path: Path, run: Run
     assert [group["undecided"] for group in found["groups"]].count([f"{tmp_path.name} scheduler dp0 pp0 tp1"]) >= 1
 
 
+def test_ranks_agree_where_the_oldest_segments_of_their_journals_are_gone(tmp_path: Path, run: Run) -> None:
+    """As of ranks whose journals have met their bound, each at another place."""
+    for tp in range(3):
+        rank = ServerRank(Ranks(tp=tp), 100, {Fault.EVICTS_MORE: 80} if tp == 2 else {})
+        folder = write_rank(tmp_path / "both", rank, batch_records=150, segment_bytes=1)
+        for file in sorted(folder.glob("*.arrows"))[:tp]:
+            file.unlink()
+        if tp < 2:
+            (tmp_path / "agree").mkdir(exist_ok=True)
+            (tmp_path / "agree" / folder.name).symlink_to(folder)
+    _, agree = run(tmp_path / "agree" / "*")
+    _, differ = run(tmp_path / "both")
+
+    (compared,) = (group["compared"] for group in agree["groups"] if group["kind"] == "cache")
+    assert agree["divergences"] == []
+    assert [count > 150 for count in compared.values()] == [True]
+    assert [rank["lost"].get("missing", 0) > 0 for rank in agree["ranks"]] == [False, True]
+    (apart,) = differ["divergences"]
+    assert [len(side["ranks"]) for side in apart["sides"]] == [2, 1]
+    assert apart["sides"][1]["decision"] == "frees device page 32"
+
+
 def test_no_collective_no_distance(tmp_path: Path, fleet_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = find_ranks([str(fleet_folder / "node0")])[0].place
 
