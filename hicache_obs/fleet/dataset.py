@@ -24,7 +24,7 @@ from hicache_obs.analyzer.tally import DEFINITE
 from hicache_obs.costs import TransferKind
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Verdict
-from hicache_obs.fleet.rank import RankSummary
+from hicache_obs.fleet.rank import MAX_LONG, RankSummary
 from hicache_obs.fleet.run import Fleet
 from hicache_obs.fleet.verdict import Judged
 
@@ -105,8 +105,20 @@ def write_dataset(judged: Judged, folder: Path) -> None:
 
 
 def _write(path: Path, name: str, rows: Iterable[Row]) -> None:
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMAS[name])
+    kept = [{key: _kept(value) for key, value in row.items()} for row in rows]
+    table = pa.Table.from_pylist(kept, schema=SCHEMAS[name])
     parquet.write_table(table, path, compression="zstd", row_group_size=max(1, table.num_rows))
+
+
+def _kept(value: Any) -> Any:
+    """``value`` as far as a column can hold it: a damaged recording, or the name of a folder, may go beyond."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, int):
+        return value if abs(value) <= MAX_LONG else None
+    if isinstance(value, list):
+        return [_kept(each) for each in value]
+    return {_kept(key): _kept(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _tables(judged: Judged, rank: RankSummary) -> dict[str, list[Row]]:

@@ -131,7 +131,7 @@ class DecisionLog:
         self._lost = False
         self._threads: dict[ThreadId, SequenceName] = {}
         self._transfers: dict[Direction, int] = {}
-        self._entering: dict[ThreadId, list[Decisions]] = {}
+        self._entering: dict[ThreadId, list[tuple[Decisions, int]]] = {}
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             PageAlloc: self._on_pages,
             PageFree: self._on_pages,
@@ -147,8 +147,8 @@ class DecisionLog:
         for record in records:
             kind = type(record)
             if entering and record.thread in entering and kind not in _NO_CALL:
-                for sequence in entering.pop(record.thread):
-                    sequence.left_ns[-1] = record.host_ns
+                for sequence, place in entering.pop(record.thread):
+                    sequence.left_ns[place] = record.host_ns
             handler = handlers.get(kind)
             if handler is not None:
                 handler(record)
@@ -186,7 +186,8 @@ class DecisionLog:
         if sequence is not None:
             sequence.entered_ns.append(record.host_ns)
             sequence.left_ns.append(-1)
-            self._entering.setdefault(record.thread, []).append(sequence)
+            if len(self._entering) < MAX_SEQUENCES or record.thread in self._entering:
+                self._entering.setdefault(record.thread, []).append((sequence, len(sequence.left_ns) - 1))
 
     def _thread(self, thread: ThreadId) -> SequenceName:
         """The sequence of ``thread``, by its name or by when it first decided something."""

@@ -27,6 +27,8 @@ from hicache_obs.records import Ranks
 
 MAX_RANKS: Final = 100_000
 """Ranks of one run."""
+MAX_NUMBER: Final = 2**31 - 1
+"""Of a rank."""
 _MAGIC: Final = re.compile(r"[*?\[]")
 _ALLOWED: Final = "expected journals (rank0-000001.arrows), Parquet of convert (rank0.parquet) or *.ring files"
 
@@ -114,7 +116,10 @@ def _ranks_of(files: Any, paths: Iterable[str], local: bool, *, named: bool) -> 
         if (address, number) in places:
             continue
         match = journal or parquet
-        role, ranks, node = _worker(folder, name, int(match[1]) if match else 0)
+        rank = int(match[1]) if match else 0
+        if rank > MAX_NUMBER:
+            raise ValueError(f"{path}: rank {rank}; allowed are 0 to {MAX_NUMBER}")
+        role, ranks, node = _worker(folder, name, rank)
         places[address, number] = RankPlace(address, number, node, role, ranks)
     return list(places.values())
 

@@ -29,6 +29,7 @@ from hicache_obs.records import DropReason
 
 MAX_TEXTS: Final = 20
 """Findings of one rank that are explained in words; the others are rows."""
+MAX_LONG: Final = 2**63 - 1
 MAX_ROWS: Final = 500
 """Findings of one rank that are kept by fingerprint."""
 
@@ -184,7 +185,7 @@ class _Sums(Tally):
         counts[4] = max(counts[4], cost.waited_ns)
         self._needed[cost.kind].update(cost.needed_ns)
         if len(waits) < MAX_WAITS:
-            waits.append(cost.waited_ns)
+            waits.append(min(cost.waited_ns, MAX_LONG))
 
     def sums(self) -> dict[TransferKind, FenceSum]:
         """By kind of transfer; of the first ``MAX_WAITS`` waits the shares."""

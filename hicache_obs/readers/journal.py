@@ -243,7 +243,7 @@ def _open(path: AnyPath) -> tuple[Any, Any]:
             file = path.open_arrow()
         else:
             size_of(path)
-            file = pa.OSFile(str(path), "rb")
+            file = pa.OSFile(os.fsencode(path), "rb")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     start = file.read(len(STREAM_START))

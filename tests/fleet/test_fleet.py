@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pyarrow import parquet
 
@@ -21,7 +23,8 @@ from hicache_obs.fleet.rank import RankSummary, analyse_rank
 from hicache_obs.fleet.run import Fleet, Inline, analyse_fleet
 from hicache_obs.fleet.verdict import Judged
 from hicache_obs.readers import open_trace
-from hicache_obs.records import Ranks
+from hicache_obs.readers.journal_writer import JournalWriter
+from hicache_obs.records import Collective, OpId, Ranks, ThreadId, Times
 from hicache_obs.testing.fleet_ranks import Fault, ServerRank, write_rank
 
 pytestmark = pytest.mark.usefixtures("need_fleet")
@@ -195,6 +198,33 @@ def test_a_rank_that_cannot_be_read_is_named_and_never_clean(tmp_path: Path, fle
     ]
     assert [rank["outcome"] for rank in found["ranks"]] == ["clean", "clean", "unreadable", "clean"]
     assert all(len(group["compared"]) == 2 for group in found["groups"])
+
+
+def test_hostile_numbers_and_names_are_only_shown(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times that differ by more than 64 bits hold, wall clocks too; many threads in one collective; no UTF-8."""
+    far = 2**63 - 1
+    node = tmp_path / os.fsdecode(b"n\xff<b>\x1b[31m")
+    for tp in range(2):
+        rank = ServerRank(Ranks(tp=tp), 9, {Fault.RACE: 8})
+        records = [
+            msgspec.structs.replace(record, start_ns=-far, end_ns=far) if type(record) is Times else record
+            for records in rank.records()
+            for record in records
+        ]
+        made = [Collective(OpId(10**6 + n), ThreadId(n), -far if n % 2 else far, n, tp, 0) for n in range(600)]
+        writer = JournalWriter(node / rank.folder, rank=tp, wall_ns=far - 5, host_ns=5 - far if tp else 5)
+        writer.write([*records, *made])
+        writer.close()
+    code, found = run(tmp_path, "--out", tmp_path / "out", "-o", tmp_path / "page.html")
+    text = main(["fleet", str(tmp_path), "--workers", "0"])
+
+    assert (code, text, [rank["error"] for rank in found["ranks"]]) == (1, 1, [None, None])
+    assert "\x1b" not in capsys.readouterr().out
+    assert "<b>\x1b" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert parquet.read_table(tmp_path / "out" / "ranks").num_rows == 2
+    (tmp_path / "rank99999999999-000001.arrows").touch()
+    assert main(["fleet", str(tmp_path), "--workers", "0"]) == 2
+    assert capsys.readouterr().err.endswith("rank 99999999999; allowed are 0 to 2147483647\n")
 
 
 # -- where records are ---------------------------------------------------------------------------------------
