@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from hicache_obs.errors import ConfigError
 from hicache_obs.fleet.run import WorkerLost
+from hicache_obs.readers.trace_file import one_line
 
 CONNECT_S: Final = 10.0
 """For a scheduler to answer and have a worker."""
@@ -68,7 +69,7 @@ def local_workers(count: int, memory_bytes: int = MEMORY_BYTES) -> Iterator[Dask
             )
             client = stack.enter_context(distributed.Client(cluster))
         except (OSError, RuntimeError, *_TIMEOUT) as error:
-            raise ConfigError(f"--workers {count}: cannot be started: {_line(error)}") from None
+            raise ConfigError(f"--workers {count}: cannot be started: {one_line(error)}") from None
         yield DaskExecutor(client, f"--workers {count}")
 
 
@@ -89,7 +90,7 @@ def remote_workers(address: str, timeout_s: float = CONNECT_S) -> Iterator[DaskE
             client = stack.enter_context(distributed.Client(address, timeout=timeout_s, set_as_default=False))
         except (OSError, ValueError, TypeError, ImportError, RuntimeError, *_TIMEOUT) as error:
             raise ConfigError(
-                f"--scheduler {address}: cannot be reached ({_line(error)}); expected the address of a running Dask "
+                f"--scheduler {address}: cannot be reached ({one_line(error)}); expected the address of a running Dask "
                 "scheduler, such as tcp://host:8786"
             ) from None
         try:
@@ -164,7 +165,3 @@ class DaskExecutor:
             raise ConfigError(
                 f"{self._option}: a worker cannot import {error.name}; install the same hicache-obs[fleet] there"
             ) from None
-
-
-def _line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

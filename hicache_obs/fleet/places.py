@@ -22,6 +22,7 @@ from hicache_obs.errors import ConfigError, TraceError
 from hicache_obs.readers.journal_format import FILE_NAME
 from hicache_obs.readers.parquet import PARQUET_NAME
 from hicache_obs.readers.stored import file_system
+from hicache_obs.readers.trace_file import one_line
 from hicache_obs.recorder.ring_directory import SUFFIX, RingName
 from hicache_obs.records import Ranks
 
@@ -97,7 +98,7 @@ def _below(argument: str) -> list[RankPlace]:
             found += _ranks_of(files, sorted(names), local, named=not files.isdir(path))
         return found
     except Exception as error:  # noqa: BLE001 a driver raises what it likes
-        raise TraceError(f"{argument}: cannot be looked at: {_line(error)}") from None
+        raise TraceError(f"{argument}: cannot be looked at: {one_line(error)}") from None
 
 
 def _ranks_of(files: Any, paths: Iterable[str], local: bool, *, named: bool) -> list[RankPlace]:
@@ -148,10 +149,6 @@ def _short(nodes: Iterable[str]) -> dict[str, str]:
 def _common(paths: Sequence[Sequence[str]]) -> int:
     """How many first parts are the same everywhere."""
     return next((n for n, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), min(map(len, paths)))
-
-
-def _line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def local_path(place: RankPlace) -> Path | None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from hicache_obs.errors import ConfigError, TraceError
+from hicache_obs.readers.trace_file import one_line
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[^/]*)?://")
 BLOCK_BYTES: Final = 4 << 20
@@ -32,8 +33,7 @@ def file_system(place: str) -> tuple[Any, str, bool]:
     try:
         files, root = fsspec.core.url_to_fs(place)
     except (ImportError, ValueError, OSError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{place}: {text}; expected a path, or a URL that fsspec knows") from None
+        raise ConfigError(f"{place}: {one_line(error)}; expected a path, or a URL that fsspec knows") from None
     return files, root, isinstance(files, fsspec.get_filesystem_class("file"))
 
 
@@ -71,7 +71,7 @@ class StoredPath:
         try:
             return bool(self._files.isdir(self._path))
         except Exception as error:  # noqa: BLE001 a driver raises what it likes
-            raise TraceError(f"{self}: {_line(error)}") from None
+            raise TraceError(f"{self}: {one_line(error)}") from None
 
     def iterdir(self) -> Iterator[StoredPath]:
         """What is in the folder.
@@ -82,7 +82,7 @@ class StoredPath:
         try:
             names = self._files.ls(self._path, detail=False)
         except Exception as error:  # noqa: BLE001 a driver raises what it likes
-            raise TraceError(f"{self}: {_line(error)}") from None
+            raise TraceError(f"{self}: {one_line(error)}") from None
         for name in names:
             yield StoredPath(f"{self._url.rstrip('/')}/{name.rstrip('/').rpartition('/')[2]}")
 
@@ -97,7 +97,7 @@ class StoredPath:
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 a driver raises what it likes
-            raise OSError(_line(error)) from None
+            raise OSError(one_line(error)) from None
         return pa.PythonFile(_Answering(file), mode="r")
 
 
@@ -120,7 +120,7 @@ class _Answering(io.RawIOBase):
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 a driver raises what it likes
-            raise OSError(_line(error)) from None
+            raise OSError(one_line(error)) from None
 
     def seek(self, offset: int, whence: int = 0) -> int:
         return int(self._file.seek(offset, whence))
@@ -135,7 +135,3 @@ class _Answering(io.RawIOBase):
 
 
 AnyPath = Path | StoredPath
-
-
-def _line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
