@@ -16,10 +16,10 @@ RENDER_SOURCES := $(shell find tests/dashboards/render -type f)
 SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requirements*.txt pyproject.toml | sha256sum | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock demo test test-sglang bench-sglang bench-page check format bench long-trace fuzz fuzz-engine fuzz-inputs long-report mutants blast crash gpu-check nsys-env perfetto-env render-env pictures docs clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." is passed on by demo, test and bench; PYTHON=... chooses the interpreter of a new .venv.'
 
 venv: $(STAMP)  ## .venv with all extras and this checkout (editable), as requirements.lock pins it by hash
@@ -88,6 +88,9 @@ $(PEERS)/.complete: | $(STAMP)
 
 long-trace: venv  ## analyse a trace of N=10000000 records; fails if memory grows (ARGS: options)
 	$(BIN)/python benchmarks/long_trace.py $(or $(N),10000000) $(ARGS)
+
+fleet-bench: venv  ## synthesised ranks through fleet: 1 worker, 2, and 2 of which one is killed (RANKS=64 ROUNDS=100000)
+	$(BIN)/python benchmarks/fleet.py $(or $(RANKS),64) $(or $(ROUNDS),100000) $(ARGS)
 
 long-report: venv render-env  ## the HTML report of N=1000000 operations in a browser; prints time, memory and size
 	HICACHE_OBS_REPORT_OPERATIONS=$(or $(N),1000000) $(BIN)/python -m pytest -q -s \

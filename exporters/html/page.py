@@ -1,31 +1,17 @@
-"""The page itself: what each file gave as plain data, and ``render``, which makes one document of it.
-
-Everything is in the document: style, scripts and data. Its content security policy names the scripts by their hashes
-and allows nothing to be loaded or sent, so whatever a name in a trace contains, no other script can run and no
-request can leave. Text is escaped by the template; data goes in as JSON without ``<``.
-"""
+"""The page itself: what each file gave as plain data, and ``render``, which makes one document of it."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.resources
-import importlib.util
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
-from hicache_obs import __version__
+from hicache_obs.exporters.html.document import json_markup, render_document
 from hicache_obs.exporters.html.heat_map import HeatMap
 from hicache_obs.exporters.html.timeline import Drawing
 from hicache_obs.findings import BlastRadius
 from hicache_obs.records import OpId
 
-MARK: Final = "<!doctype html><!-- hicache-obs report -->"
-"""First line of every report: what tells one from a file that must not be overwritten."""
-_LIBRARY: Final = ("bokeh.min.js", "bokeh-api.min.js")
 _SCRIPTS: Final = ("columns.js", "chart.js", "explorer.js")
 COLORS: Final = {
     "SAFE": "good", "VIOLATED": "bad", "AS ACCEPTED": "warn", "NOT DECIDABLE": "warn", "NOTHING CHECKED": "warn",
@@ -170,28 +156,15 @@ def render(sections: Sequence[Section]) -> str:
     Raises:
         ModuleNotFoundError: ``jinja2`` or ``bokeh`` is not installed: they are in the extra ``report``.
     """
-    import jinja2
-
-    library = [_library(name) for name in _LIBRARY]
-    files = importlib.resources.files("hicache_obs.exporters.html")
-    ours = "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS)
-    scripts = [*library, f"'use strict';\n(() => {{\n{ours}\n}})();"]
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string((files / "report.html.jinja").read_text(encoding="utf-8"))
     drawn = any(section.drawing is not None for section in sections)
-    return template.render(
-        mark=_markup(MARK),
-        policy=_policy(scripts if drawn else []),
+    return render_document(
+        "report.html.jinja",
+        _SCRIPTS if drawn else (),
         title=_headline(sections),
         color=max((section.color for section in sections), key=["good", "warn", "bad"].index),
         several=len(sections) > 1,
         sections=sections,
-        data=[_markup(_json(section.data())) if section.drawing is not None else None for section in sections],
-        style=_markup((files / "report.css").read_text(encoding="utf-8")),
-        scripts=[_markup(script) for script in scripts] if drawn else [],
-        version=__version__,
+        data=[json_markup(section.data()) if section.drawing is not None else None for section in sections],
     )
 
 
@@ -204,37 +177,3 @@ def _headline(sections: Sequence[Section]) -> str:
         if count:
             return f"{word}: {count} of {len(sections)} recordings; each has its own verdict below"
     raise AssertionError("no section has a verdict")
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    """What the document may do: run exactly these scripts, and style itself."""
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _library(name: str) -> str:
-    """A script of the chart library, which is not imported: its wheel carries it."""
-    spec = importlib.util.find_spec("bokeh")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("No module named 'bokeh'", name="bokeh")
-    path = Path(spec.submodule_search_locations[0], "server", "static", "js", name)
-    script = path.read_text(encoding="utf-8").replace("\r\n", "\n")
-    assert "</script" not in script.lower()
-    return "\n".join(line for line in script.split("\n") if not line.startswith("//# sourceMappingURL"))
-
-
-def _json(value: Any) -> str:
-    """JSON that holds nothing an HTML parser would look at."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _markup(text: str) -> Any:
-    """``text``, which was made here or is ours, to be put in as it is."""
-    from markupsafe import Markup
-
-    return Markup(text)

@@ -19,6 +19,7 @@ COMMANDS: Final = {
     "check": "Check scenario, journal and ring files for races.",
     "explore": "Run a controller for every way its host code can go.",
     "analyze": "Judge Nsight Systems and torch.profiler recordings.",
+    "fleet": "Judge the journals of many ranks in parallel, and compare them.",
     "report": "Write verdict, findings, timeline and costs as one HTML file.",
     "record": "Run a command under Nsight Systems or torch.profiler, and judge it.",
     "convert": "Write recordings as timelines for Perfetto and Chrome, Parquet, journals.",
@@ -37,6 +38,7 @@ COMMANDS: Final = {
 PACKAGES: Final = {
     **{name: name for name in ("jsonschema", "msgspec", "numpy", "nvtx", "perfetto", "pyarrow", "rich", "torch")},
     **dict.fromkeys(("bokeh", "jinja2"), "'hicache-obs[report]'"),
+    **dict.fromkeys(("cryptography", "dask", "distributed", "fsspec"), "'hicache-obs[fleet]'"),
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
 }

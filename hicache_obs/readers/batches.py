@@ -14,6 +14,7 @@ from hicache_obs.trace import Trace
 
 if TYPE_CHECKING:
     from hicache_obs.readers.journal_format import JournalInfo
+    from hicache_obs.readers.stored import AnyPath, StoredPath
 
 STEP: Final = 1 << 14
 
@@ -37,34 +38,40 @@ class Batches:
     notes: list[str] = field(default_factory=list)
 
 
-def open_batches(path: str | os.PathLike[str], *, rank: int | None = None) -> Batches:
+def open_batches(path: str | os.PathLike[str] | StoredPath, *, rank: int | None = None) -> Batches:
     """The records of a ring file, journal, Parquet file or scenario.
 
     Journals and Parquet files are read batch by batch; of the others, which are small or must be read whole, all
-    records are in memory.
+    records are in memory. Elsewhere than on this machine only journals are read.
 
     Raises:
         TraceError: It is none of these, or cannot be read.
     """
+    if not isinstance(path, str | os.PathLike):
+        return _journal(path, rank)
     target = Path(path)
     kind = container(target)
     if kind is Container.JOURNAL:
-        from hicache_obs.readers.journal import journal_batches, journal_segments
-
-        notes: list[str] = []
-        info = journal_segments(target, rank=rank, notes=[])[-1][1]
-
-        def read() -> Iterator[Sequence[AnyRecord]]:
-            notes.clear()
-            return journal_batches(target, rank=rank, notes=notes)
-
-        return Batches(str(target), read, info=info, notes=notes)
+        return _journal(target, rank)
     if kind is Container.PARQUET:
         from hicache_obs.readers.parquet import parquet_batches, parquet_file, parquet_info
 
         file = parquet_file(target, rank)
         return Batches(str(target), lambda: parquet_batches(file), info=parquet_info(file))
     return trace_batches(open_trace(target))
+
+
+def _journal(target: AnyPath, rank: int | None) -> Batches:
+    from hicache_obs.readers.journal import journal_batches, journal_segments
+
+    notes: list[str] = []
+    info = journal_segments(target, rank=rank, notes=[])[-1][1]
+
+    def read() -> Iterator[Sequence[AnyRecord]]:
+        notes.clear()
+        return journal_batches(target, rank=rank, notes=notes)
+
+    return Batches(str(target), read, info=info, notes=notes)
 
 
 def trace_batches(trace: Trace) -> Batches:

@@ -17,8 +17,9 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from hicache_obs.errors import TraceError
-from hicache_obs.readers.journal import batch_records, read_header
+from hicache_obs.readers.journal import read_header
 from hicache_obs.readers.journal_format import SCHEMA, JournalInfo, header_metadata
+from hicache_obs.readers.journal_records import batch_records
 from hicache_obs.readers.journal_writer import record_batch
 from hicache_obs.readers.trace_file import size_of
 from hicache_obs.records import Access, AnyRecord, PageAlloc, PageFree, PageIds

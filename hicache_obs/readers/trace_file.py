@@ -30,6 +30,11 @@ def node_fault(index: int, after: int) -> str:
     return ""
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says, without its further lines."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def size_of(path: Path) -> int:
     """Bytes of a regular file; nothing is opened.
 

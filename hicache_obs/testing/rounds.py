@@ -76,6 +76,7 @@ class Rounds:
         restored_pages: Of one load-back.
         timed: Whether device times follow each round.
         consecutive: Whether a load-back's pages have consecutive ids; else they lie anywhere in the pool.
+        rows, row_pages: Rows of a round, and pages of each.
     """
 
     def __init__(
@@ -86,8 +87,11 @@ class Rounds:
         restored_pages: int = 4096,
         timed: bool = False,
         consecutive: bool = False,
+        rows: int = ROWS,
+        row_pages: int = ROW_PAGES,
     ) -> None:
         self.layers = layers
+        self._row_pages = row_pages
         self._timed = timed
         self._random = np.random.default_rng(0)
         self._ops = 0
@@ -102,8 +106,8 @@ class Rounds:
         self._pages: PageIds = order.astype(np.int64)
         self._count = restored_pages
         self._spare = pages // 4  # at the end of the order; rows grow into these, and load-backs leave them alone
-        self._next = ROWS * ROW_PAGES
-        self._rows: PageIds = self._pages[: self._next].reshape(ROWS, ROW_PAGES).copy()
+        self._first = self._next = rows * row_pages
+        self._rows: PageIds = self._pages[: self._next].reshape(rows, row_pages).copy()
         self._grown = 0
 
     def prologue(self) -> list[AnyRecord]:
@@ -113,7 +117,7 @@ class Rounds:
             Define(NO_OP, MAIN, 0, DefineSpace.STREAM, stream, name) for stream, name in names.items()
         ]
         records.append(Define(NO_OP, MAIN, 0, DefineSpace.POOL, 0, "kv", self.layers))
-        records += self._restore(self._rows[:, : ROW_PAGES // 2].ravel().copy(), Shape.WHOLE)
+        records += self._restore(self._rows[:, : self._row_pages // 2].ravel().copy(), Shape.WHOLE)
         return records
 
     def decode(self) -> list[AnyRecord]:
@@ -128,7 +132,7 @@ class Rounds:
     def restore(self, shape: Shape = Shape.PER_LAYER) -> list[AnyRecord]:
         """One restore round."""
         if self._next + self._count > len(self._pages) - self._spare:
-            self._next = ROWS * ROW_PAGES
+            self._next = self._first
         pages = self._pages[self._next : self._next + self._count].copy()
         self._next += self._count
         return self._restore(pages, shape)
@@ -136,7 +140,7 @@ class Rounds:
     def write_back(self) -> list[AnyRecord]:
         """A fenced write-back of the pages that decode rounds have filled."""
         records: list[AnyRecord] = []
-        pages = self._rows[:, ROW_PAGES // 2 : -1].ravel().copy()
+        pages = self._rows[:, self._row_pages // 2 : -1].ravel().copy()
         start = self._record(records, SCHEDULE)
         self._wait_stream(records, WRITE, FORWARD, Purpose.WRITE_FENCE)
         self._wait_event(records, WRITE, start, Purpose.START)
@@ -216,7 +220,7 @@ class Rounds:
 
     def _grow(self, records: list[AnyRecord]) -> None:
         """Two rows begin a new page; their oldest pages go to somebody else."""
-        rows = [self._grown % ROWS, (self._grown + 1) % ROWS]
+        rows = [self._grown % len(self._rows), (self._grown + 1) % len(self._rows)]
         fresh = self._pages[[-1 - self._grown % self._spare, -2 - self._grown % self._spare]]
         self._grown += 2
         old = self._rows[rows, 0]

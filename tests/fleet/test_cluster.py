@@ -1,0 +1,192 @@
+"""Dask: the same results on workers, whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_obs.cli import main
+from hicache_obs.exporters.accepted import Accepted
+from hicache_obs.findings import ExitCode
+from hicache_obs.fleet.places import RankPlace, find_ranks
+from hicache_obs.fleet.run import Fleet, Inline, analyse_fleet
+from hicache_obs.fleet.verdict import Judged
+
+pytestmark = pytest.mark.usefixtures("need_fleet")
+OPTIONS: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "silence_logs": 50,
+    "scheduler_kwargs": {"dashboard": False, "dashboard_address": "127.0.0.1:0"},
+}
+"""Of a cluster that is not ours."""
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """No progress."""
+
+
+@pytest.fixture(scope="module")
+def places(fleet_folder: Path, need_fleet: None) -> list[RankPlace]:
+    return find_ranks([str(fleet_folder)])
+
+
+@pytest.fixture(scope="module")
+def expected(places: list[RankPlace]) -> Fleet:
+    """What one process makes of both servers."""
+    return analyse_fleet(places, Inline(), silent)
+
+
+def test_workers_give_what_one_process_does(workers: Any, places: list[RankPlace], expected: Fleet) -> None:
+    told: list[tuple[str, int, int]] = []
+
+    found = analyse_fleet(places, workers, lambda *step: told.append(step))
+
+    assert found == expected
+    assert [step for step in told if step[0] == "ranks"] == [("ranks", n, 8) for n in range(1, 9)]
+
+
+def test_a_killed_worker_changes_nothing(workers: Any, places: list[RankPlace], expected: Fleet) -> None:
+    """Killed when half of the ranks are done: what it had analysed, and others need, is analysed again."""
+    before = set(workers.client.run(os.getpid).values())
+    killed: list[int] = []
+
+    def kill(stage: str, done: int, total: int) -> None:
+        if stage == "ranks" and done == total // 2:
+            killed.append(min(before))
+            os.kill(killed[0], signal.SIGKILL)
+
+    found = analyse_fleet(places, workers, kill)
+
+    assert found == expected
+    workers.client.wait_for_workers(2, timeout=60)
+    assert killed[0] not in set(workers.client.run(os.getpid).values())
+
+
+class _GivenUp:
+    """A future whose task has killed worker after worker."""
+
+    key = "task"
+
+    def result(self) -> None:
+        from distributed.scheduler import KilledWorker
+
+        raise KilledWorker("task", None, 3)
+
+
+def test_a_rank_that_kills_every_worker_is_named_and_never_clean(
+    workers: Any, places: list[RankPlace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As memory that is too small does. The others are judged all the same."""
+    real = type(workers)._result
+
+    def result(executor: Any, future: Any) -> Any:
+        found = real(executor, future)
+        return real(executor, _GivenUp()) if getattr(found, "place", None) == places[0] else found
+
+    monkeypatch.setattr(type(workers), "_result", result)
+    found = analyse_fleet(places[:4], workers, silent)
+
+    assert found.ranks[0].error == (
+        f"{places[0].place}: given up, after 4 workers died on it; out of memory? --memory allows more"
+    )
+    assert [rank.outcome(Accepted()) for rank in found.ranks] == ["unreadable", "clean", "clean", "clean"]
+    assert Judged(found, Accepted()).code is ExitCode.NOTHING_CHECKED
+
+
+def test_servers_listen_on_the_loopback_address_with_certificates(workers: Any) -> None:
+    """All of them: Dask also starts HTTP servers, which have no page here."""
+    import psutil  # comes with Dask
+
+    info = workers.client.scheduler_info(n_workers=-1)
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = [c.laddr for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+
+    assert all(address.startswith("tls://127.0.0.1:") for address in [info["address"], *info["workers"]])
+    assert len(listening) > len(info["workers"])
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    for path in ("health", "info/main/workers.html", "json/counts.json", "metrics", "status"):
+        with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+            urllib.request.urlopen(f"http://127.0.0.1:{info['services']['dashboard']}/{path}", timeout=10)
+        caught.value.close()
+
+
+def test_ctrl_c_is_left_to_the_command_itself(workers: Any) -> None:
+    """A terminal sends it to the workers too, whose tracebacks would be all that is seen."""
+    assert set(workers.client.run(signal.getsignal, signal.SIGINT).values()) == {signal.SIG_IGN}
+
+
+def test_nobody_without_the_certificate_is_served(workers: Any) -> None:
+    from distributed import Client
+
+    address = workers.client.scheduler_info(n_workers=0)["address"].replace("tls://", "tcp://")
+    with (
+        pytest.raises(OSError, match=r"Timed out|reset by peer|closed"),
+        Client(address, timeout=2, set_as_default=False),
+    ):
+        raise AssertionError("connected")
+
+
+def test_any_cluster_by_its_address(
+    fleet_folder: Path, expected: Fleet, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here its worker is a thread, which makes no difference but in time."""
+    from distributed import LocalCluster
+
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", **OPTIONS) as cluster:
+        code = main(["fleet", str(fleet_folder), "--scheduler", cluster.scheduler_address, "--json"])
+    found = json.loads(capsys.readouterr().out)
+
+    assert code == 1
+    assert [rank["records"] for rank in found["ranks"]] == [rank.records for rank in expected.ranks]
+    assert len(found["divergences"]) == 2
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:{port}", "nonsense://127.0.0.1:{port}", "127.0.0.1:{port}"])
+def test_a_scheduler_that_is_not_there_is_one_error(
+    address: str,
+    free_port: int,
+    fleet_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hicache_obs.fleet import cluster
+
+    monkeypatch.setattr(cluster.remote_workers.__wrapped__, "__defaults__", (1.0,))
+    where = address.format(port=free_port)
+    began = time.monotonic()
+
+    assert main(["fleet", str(fleet_folder), "--scheduler", where]) == 2
+    captured = capsys.readouterr()
+    assert time.monotonic() - began < 20
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.startswith(f"hicache-obs: --scheduler {where}: cannot be reached (")
+
+
+def test_a_scheduler_without_workers_is_one_error(need_fleet: None) -> None:
+    from distributed import LocalCluster
+
+    from hicache_obs.errors import ConfigError
+    from hicache_obs.fleet.cluster import remote_workers
+
+    with LocalCluster(n_workers=0, **OPTIONS) as cluster:
+        with pytest.raises(ConfigError) as caught, remote_workers(cluster.scheduler_address, 1.0):
+            raise AssertionError("it has workers")
+
+        assert str(caught.value) == f"--scheduler {cluster.scheduler_address}: has no worker, 1 s after it was asked"
