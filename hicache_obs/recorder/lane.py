@@ -27,6 +27,7 @@ class Lane:
         path: Who asked for the transfer that is being submitted.
         copies: What the last copies touched.
         counter: The layer counter whose events are known.
+        draft_batch: The graphs of a multi-layer draft that were prepared last, and the batch they are for.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class Lane:
         self.path: str | None = None
         self.copies: dict[tuple[int, ...], tuple[Any, ...]] = {}
         self.counter: Any = None
+        self.draft_batch: tuple[Any, Any] = (None, None)
 
 
 class Lanes(threading.local):

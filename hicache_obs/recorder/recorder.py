@@ -243,10 +243,12 @@ class Recorder:
         """The calling thread has received the oldest post of ``channel``. Partner of ``thread_post``."""
         self._emit(lambda op, thread, now: ThreadRecv(op, thread, now, channel))
 
-    def io_begin(self, kind: IoKind, accesses: tuple[Access, ...], *, site: str) -> int:
+    def io_begin(
+        self, kind: IoKind, accesses: tuple[Access, ...], *, site: str, layers: tuple[int, int] = ALL_LAYERS
+    ) -> int:
         """A transfer in no stream begins, on the calling thread. Returns the number ``io_end`` wants."""
         io = next(self._ios)
-        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), ALL_LAYERS, accesses))
+        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), layers, accesses))
         return io
 
     def io_end(self, io: int) -> None:

@@ -71,8 +71,13 @@ def install(session: Session, adapters: Iterable[Adapter], engine_version: Versi
     return Installed(session, tuple(hooked), missing)
 
 
-UNSEEN: Final = (Hazard.RELOCATION, Hazard.METADATA_WAR, Hazard.RDMA, Hazard.TP_DIVERGENCE)
-"""No row records page moves, index buffers, remote transfers or collectives."""
+UNSEEN: Final = {
+    Hazard.RELOCATION: "page moves are not recorded",
+    Hazard.METADATA_WAR: "index buffers are not recorded",
+    Hazard.RDMA: "of remote transfers only a Mooncake linker's are recorded, not those between servers",
+    Hazard.TP_DIVERGENCE: "collectives are not recorded",
+}
+"""What no row records, or not all of it."""
 INSTALLED: Final[list[Installed]] = []
 """What ``install_sglang`` did in this process; empty, or one entry."""
 
@@ -98,7 +103,8 @@ def install_sglang() -> Installed | None:
         timing=_timing_device if _has_cuda() else None,
         on_open=_on_open,
     )
-    session.unobservable(UNSEEN, "SGLang's hooks do not record what it is about")
+    for hazard, reason in UNSEEN.items():
+        session.unobservable((hazard,), reason)
     arguments = {} if frame is None else {name: frame.f_locals.get(name) for name in ("tp_rank", "pp_rank", "dp_rank")}
     adapters = [*SGLANG_ADAPTERS, *_device_adapters(), *EXTRA_ADAPTERS]
     if read_text("tensor_syncs")[0] == "on":

@@ -12,6 +12,7 @@ import numpy as np
 
 from hicache_obs.findings import Hazard
 from hicache_obs.records import MAX_ACCESSES, Access, Mode, SlotAccess, Space
+from hicache_obs.sglang.blind_spots import state_blind_spots
 from hicache_obs.sglang.page_ids import ConvertRows, LookUp, LookUpRows, Wanted, convert
 from hicache_obs.sglang.pages import base_pool, page_size
 from hicache_obs.sglang.session import Session
@@ -60,6 +61,7 @@ def round_accesses(session: Session, runner: Any, batch: Any, written: Any) -> t
     ):
         if len(session.rounds) >= _MAX_RUNNERS:
             session.rounds.clear()
+        state_blind_spots(session, runner)
         pools = session.rounds[id(runner)] = RoundPools(session, runner)
     full, _, states = pools.numbers
     wanted, kinds = [Wanted(written, pools.full_convert)], [(Mode.WRITE, full)]

@@ -123,6 +123,8 @@ class Session:
         """Wants to know the handles of events, if somebody does."""
         self.copies: Any = None
         """The ``CopyCheck`` of this session, from its first copy on."""
+        self.links: Any = None
+        """The ``Links`` of this session, from its first linker on."""
         self.missing: Final[dict[Hazard, str]] = {}
         """Why each hazard cannot be observed."""
         self.rounds: Final[dict[int, Any]] = {}
