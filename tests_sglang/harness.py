@@ -27,6 +27,7 @@ import traceback
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -137,7 +138,7 @@ class Scenario:
     ``base`` or ``hybrid`` controller; ``coarse`` or ``readdone`` barrier; ``loadfence``, ``writefence``: bound as
     that release's Scheduler binds them; ``deferred``: the virtual device; and what happens: ``loadback`` (default),
     ``writeback``, ``offload``, ``direct_backup``, ``direct_restore``, ``overlap_off``, ``storage``, ``tree``,
-    ``retraction``, ``linker``, ``raise``, ``kill``; ``blind``: the forward does not wait for layers.
+    ``retraction``, ``linker``, ``drafts`` (with ``onegraph``), ``raise``, ``kill``; ``blind``: the forward does not wait for layers.
     """
 
     def __init__(self, words: str) -> None:
@@ -187,6 +188,8 @@ class Engine:
             transfer_module._timing_events_supported.cache_clear()
         host_module.transfer_kv_direct = self._copy_kernel
         self.next_request = 0
+        self.after_forward = lambda batch: None
+        """What a batch launches behind the target model's forward."""
         self.counter = None
         """A linker's, which a forward's layers wait for on the host."""
         self._build()
@@ -198,24 +201,27 @@ class Engine:
                 setattr(self.controller, attribute, self.forward)
 
     def _build(self) -> None:
-        self.pool = pool = MHATokenToKVPool(
+        self.pool = pool = self._pool()
+        self.allocator = PagedTokenToKVPoolAllocator(POOL, PAGE, torch.float32, "cpu", pool, need_sort=False)
+        self.requests = SimpleNamespace(req_to_token=torch.zeros((8, POOL), dtype=torch.int32))
+        self.host = self._host_pool(pool)
+        self.controller = self._hybrid() if "hybrid" in self.scenario else self._base()
+
+    def _pool(self) -> Any:
+        return MHATokenToKVPool(
             size=POOL, page_size=PAGE, dtype=torch.float32, head_num=1, head_dim=2, layer_num=LAYERS, device="cpu",
             enable_memory_saver=False,
         )  # fmt: skip
-        self.allocator = PagedTokenToKVPoolAllocator(POOL, PAGE, torch.float32, "cpu", pool, need_sort=False)
-        self.requests = SimpleNamespace(req_to_token=torch.zeros((8, POOL), dtype=torch.int32))
-        self.host = self._host_pool()
-        self.controller = self._hybrid() if "hybrid" in self.scenario else self._base()
 
-    def _host_pool(self) -> Any:
+    def _host_pool(self, pool: Any) -> Any:
         cls = host_module.MHATokenToKVPoolHost
         if "buffer_info" in inspect.signature(cls.__init__).parameters:
-            info = self.pool.get_device_pool_infos()[0].buffer_info
+            info = pool.get_device_pool_infos()[0].buffer_info
             return cls(
                 info, 2.0, 0, PAGE, "layer_first", pin_memory=False, device_capacity_tokens=POOL,
-                start_layer=self.pool.start_layer, end_layer=self.pool.end_layer,
+                start_layer=pool.start_layer, end_layer=pool.end_layer,
             )  # fmt: skip
-        return cls(self.pool, 2.0, 0, PAGE, "layer_first", pin_memory=False)
+        return cls(pool, 2.0, 0, PAGE, "layer_first", pin_memory=False)
 
     def _base(self, **options: Any) -> Any:
         return controller_module.HiCacheController(
@@ -276,6 +282,7 @@ class Engine:
                 self.forward.wait_stream(self.schedule)
             self.controller.layer_done_counter.set_consumer(consumer)
             self.runner.forward(batch)
+            self.after_forward(batch)
             copy_done = self.device.Event()
             copy_done.record()
         if "overlap_off" not in self.scenario:
@@ -544,6 +551,65 @@ def retraction(engine: TreeEngine) -> dict[str, Any]:
     return {"content": engine.content(back[:-1]), "expected": [11.0]}
 
 
+def drafts(engine: Engine) -> dict[str, Any]:
+    """A multi-layer draft writes its steps' pools by graphs; the second's pages are loaded back while one still runs."""
+    from sglang.srt.speculative import multi_layer_eagle_draft_extend_cuda_graph_runner as module
+
+    module.fill_draft_extend_prepare_buffers = module.refresh_track_indices = lambda *_, **__: None
+    one_graph, pools = "onegraph" in engine.scenario, [engine._pool() for _ in range(2)]
+    made = vars(module)["OneGraph" * one_graph + "MultiLayerEagleMultiStepDraftExtendCudaGraphRunner"]
+    steps = made.__new__(made)
+    vars(steps).update(
+        buffers=MagicMock(), captured_req_width=1, require_mlp_tp_gather=False, require_gathered_buffer=False,
+        capture_bs=[1], num_front_tokens=0, seq_len_fill_value=1, draft_extend_attn_backend_list=[],
+        prune_draft_extend_logits=True, runners=[],
+    )  # fmt: skip
+    batch: Any = None
+
+    def replay(runners: list[Any], *_: Any) -> Any:
+        for runner in runners:
+            keys = runner.model_runner.token_to_kv_pool.k_buffer[0]
+            engine.device.launch(partial(keys.__setitem__, batch.out_cache_loc, batch.value))
+        return [MagicMock() for _ in runners] if one_graph else MagicMock()
+
+    for number, pool in enumerate(pools):
+        runner = module.MultiLayerEagleDraftExtendCudaGraphRunner.__new__(
+            module.MultiLayerEagleDraftExtendCudaGraphRunner
+        )
+        model_runner = Runner(engine)
+        model_runner.token_to_kv_pool, model_runner.model = pool, Absent()
+        vars(runner).update(
+            step=number, model_runner=model_runner, deepep_adapter=MagicMock(), buffers=steps.buffers,
+            captured_req_width=1, metadata_captured_in_graph=True, forward_mode=None,
+        )  # fmt: skip
+        steps.runners.append(runner)
+    for runner in steps.runners:
+        replayed = steps.runners if one_graph else [runner]
+        runner.backend = SimpleNamespace(replay=partial(replay, replayed))
+
+    def launch(launched: Any) -> None:
+        nonlocal batch
+        batch = launched
+        steps.prepare(MagicMock(**{**vars(batch), "spec_info": MagicMock()}))
+        for step in range(2):
+            steps.replay(step)
+
+    engine.after_forward = launch
+    a = engine.alloc(1)
+    engine.round(a, 11.0).synchronize()
+    host_pool = engine._host_pool(pools[1])
+    host = host_pool.alloc(len(a))
+    submit = engine.controller.l2_transfer_engine
+    transfer = transfer_module.L2Transfer(host_pool, pools[1], host, a, is_draft=True)
+    submit.submit_device_to_host([transfer]).finish_event.synchronize()
+    engine.round(a, 22.0)
+    if "fenced" in engine.scenario:
+        engine.schedule.wait_stream(engine.forward)
+    submit.submit_host_to_device([transfer], transfer_layer_id_max=LAYERS).finish_event.synchronize()
+    engine.device.synchronize()
+    return {"content": pools[1].k_buffer[0][a].unique().tolist(), "expected": [11.0]}
+
+
 class Store:
     """A Mooncake store's part that its linker calls: whole pages by key, copied to and from the addresses it is given."""
 
@@ -652,6 +718,7 @@ def kill(engine: Engine) -> dict[str, Any]:
 ACTIONS = {
     "kill": kill,
     "linker": linker,
+    "drafts": drafts,
     "tree": tree,
     "retraction": retraction,
     "writeback": writeback,
