@@ -670,8 +670,10 @@ def linker(engine: Engine) -> dict[str, Any]:
         attn_cp_rank=0, attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None,
     )  # fmt: skip
     store = Store()
+    newer = "forward_stream" in inspect.signature(module.MooncakeDirectLinker).parameters
+    options = {"forward_stream": engine.forward} if newer else {}
     made = module.MooncakeDirectLinker(
-        Absent(), params, components={ComponentType.FULL}, storage=store, forward_stream=engine.forward
+        Absent(), params, components={ComponentType.FULL}, storage=store, **options
     )
     tree = UnifiedRadixCache.__new__(UnifiedRadixCache)
     tree.tree_components, tree.components, tree._components_tuple = (), {}, ()

@@ -13,7 +13,7 @@ from hicache_obs.recorder.batch import Batch, Measured, Shapes
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lane
 from hicache_obs.recorder.recorder import Recorder
-from hicache_obs.recorder.ring import BlockSink, plain_record
+from hicache_obs.recorder.ring import BlockSink, Numbers, plain_record
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
@@ -38,6 +38,8 @@ from hicache_obs.streams.protocol import Stream
 
 _KERNEL: Final = KINDS.index(Kernel)
 _MEMCPY: Final = KINDS.index(Memcpy)
+_ROUND: Final = _KERNEL | 2 << 8
+"""A kernel with two accesses."""
 
 
 class ServerRecorder(Recorder):
@@ -159,6 +161,33 @@ class ServerRecorder(Recorder):
 
         self._emit(build)
         self._await_times(issued, measured)
+
+    def put_round(
+        self, lane: Lane, stream: Stream, site: str, group: int, pool: int, lists: Numbers, split: int
+    ) -> bool:
+        """``enqueue`` of a kernel (``RingWriter.put_round``). May raise, as ``put``.
+
+        Args:
+            lane: The calling thread's.
+
+        Returns:
+            False if nothing was done, as something is new, full, lost or late: then ``enqueue`` sees to it.
+        """
+        handle, number = stream.stream_id, self._sites.get(site)
+        if number is None or lane.batch is not None or lane.number < 0 or handle not in self._streams or not self._on:
+            return False
+        self._acquire()
+        try:
+            op = self._next_op
+            if self._busy or not self._blocks.put_round(
+                _ROUND | lane.number << 32, op, self._clock(), handle, number, group, pool, lists, split
+            ):
+                return False
+            self._last_on[handle] = op
+            self._next_op = op + 1  # type: ignore[assignment] # as in put
+            return True
+        finally:
+            self._release()
 
     def _enqueue(self, stream: Stream, work: Work, measured: Measured | None) -> bool:
         """As ``enqueue`` where nothing is new, full or lost: packed at once."""

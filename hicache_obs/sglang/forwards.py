@@ -13,7 +13,7 @@ from hicache_obs.findings import Hazard
 from hicache_obs.records import ALL_LAYERS
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.guard import Around, Guard
-from hicache_obs.sglang.round_pages import round_accesses
+from hicache_obs.sglang.round_pages import PlainRound, round_accesses
 from hicache_obs.sglang.rounds import SITE, Round, end_segment
 from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.streams import capturing
@@ -30,18 +30,23 @@ _FORWARD: Final = (
 
 
 def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: Any) -> Round | None:
-    lane = session.local
+    lane = session.lanes.lane
     lane.round = None
     written = batch.out_cache_loc
-    if written is None or not written.numel() or capturing():
+    if written is None or capturing() or not written.numel():
         return None
     raw = session.raw_current_stream()
     session.forward_stream = raw
-    accesses = round_accesses(session, runner, batch, written)
-    if not accesses:
+    touches = round_accesses(session, runner, batch, written)
+    if not touches:
         return None
-    group = lane.round_group or session.number()
-    this = lane.round = Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
+    this = lane.round = Round(
+        session.stream(raw, "forward"),
+        raw,
+        touches,
+        lane.round_group or session.number(),
+        session.start_timing(raw) if session.timed else None,
+    )
     return this
 
 
@@ -72,7 +77,8 @@ def _forward(session: Session, guard: Guard) -> Around:
 
 
 def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> None:
-    session.local.round = None
+    lane = session.lanes.lane
+    lane.round = None
     if this is None:
         return
     if this.graph >= 0:
@@ -80,8 +86,17 @@ def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> 
             this.stream, this.graph, this.accesses, site=SITE, group=this.group, early=this.early
         )
     else:
-        end_segment(session, this, ALL_LAYERS[1])
-    session.recorder.flush_batch()
+        plain = this.touches
+        if (
+            type(plain) is not PlainRound
+            or this.measured is not None
+            or not session.recorder.put_round(
+                lane, this.stream, SITE, this.group, plain.pool, plain.lists, plain.split
+            )
+        ):
+            end_segment(session, this, ALL_LAYERS[1])
+    if lane.batch is not None:
+        session.recorder.flush_batch()
 
 
 def _after_replay(session: Session, _: object, __: object, graphs: Any, *___: Any, **____: Any) -> None:

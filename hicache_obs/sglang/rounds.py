@@ -7,13 +7,13 @@ is recorded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache_obs.recorder.batch import Batch, Measured, segment_step
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lane
 from hicache_obs.records import ALL_LAYERS, Access, Purpose, Work
+from hicache_obs.sglang.round_pages import PlainRound
 from hicache_obs.sglang.session import Session
 from hicache_obs.streams.protocol import Stream
 
@@ -22,11 +22,12 @@ TIME_EVERY: Final = 16
 """Layers are timed in every so-many-th round or transfer: an event pair per layer would cost more than all the rest."""
 
 
-@dataclass(slots=True)
 class Round:
     """A round being launched on the calling thread.
 
     Attributes:
+        stream, group: Of its records.
+        touches: What it touches, as ``round_accesses`` gives it.
         raw: The stream, the engine's own object.
         measured: An event pair around the segment that is being launched.
         next_layer: First layer of that segment.
@@ -35,15 +36,31 @@ class Round:
         batch: Its waits for layers that are not in the ring yet.
     """
 
-    stream: Stream
-    raw: Any
-    accesses: tuple[Access, ...]
-    group: int
-    measured: Measured | None
-    next_layer: int = 0
-    graph: int = -1
+    next_layer = 0  # in the class: a round without layer waits never touches them, and each costs it 30 ns
+    graph = -1
     early: EventState | None = None
     batch: Batch | None = None
+
+    def __init__(
+        self,
+        stream: Stream,
+        raw: Any,
+        touches: tuple[Access, ...] | PlainRound,
+        group: int,
+        measured: Measured | None,
+    ) -> None:
+        self.stream = stream
+        self.raw = raw
+        self.touches = touches
+        self.group = group
+        self.measured = measured
+
+    @property
+    def accesses(self) -> tuple[Access, ...]:
+        """What it touches; the same object each time."""
+        if isinstance(self.touches, PlainRound):
+            self.touches = self.touches.accesses()
+        return self.touches
 
 
 def wait_for_layer(session: Session, lane: Lane, this: Round, stream: Any, event: EventState) -> Round | None:

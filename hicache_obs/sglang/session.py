@@ -139,6 +139,8 @@ class Session:
         self._reader = reader
         self._ranks = ranks
         self._timing = timing
+        self.timed: Final = timing is not None
+        """Whether anything is measured at all."""
         self._clock: Device | None = None
         self._on_open = on_open
         self._lock = threading.RLock()
