@@ -134,10 +134,13 @@ class ServerRecorder(Recorder):
                 try:
                     op, thread = self._next_op, self._thread()
                     self._stream(batch.stream)
-                    block = self._shapes.block(batch, op, thread, self._site(batch.site), self._clock())
-                    self._next_op = OpId(op + len(batch.steps))
-                    self._last_on[batch.stream.stream_id] = self._next_op - 1
-                    self._blocks.append_block(block)
+                    if batch.whole:
+                        block = self._shapes.block(batch, op, thread, self._site(batch.site), self._clock())
+                        self._next_op = OpId(op + len(block))
+                        self._last_on[batch.stream.stream_id] = self._next_op - 1
+                        self._blocks.append_block(block)
+                    else:  # nobody knows what was launched of it
+                        self._sink.drop(DropReason.RECORDER_ERROR, len(batch.steps))
                     self._row_of_failures = 0
                 finally:
                     self._busy = False

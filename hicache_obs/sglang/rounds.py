@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from hicache_obs.recorder.batch import Batch, Measured, segment_step
+from hicache_obs.recorder.batch import THE_REST, Batch, Measured
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lane
 from hicache_obs.records import ALL_LAYERS, Access, Purpose, Work
@@ -30,7 +30,7 @@ class Round:
         touches: What it touches, as ``round_accesses`` gives it.
         raw: The stream, the engine's own object.
         measured: An event pair around the segment that is being launched.
-        next_layer: First layer of that segment.
+        next_layer: First layer of that segment; of a batch, that of its first.
         graph: The captured graph that is replayed; negative without one.
         early: Event that the graph records before its accesses.
         batch: Its waits for layers that are not in the ring yet.
@@ -79,17 +79,13 @@ def wait_for_layer(session: Session, lane: Lane, this: Round, stream: Any, event
             return None
     if event.waited_by is this and event.waited_version == event.version:
         return None
-    event.waited_by, event.waited_version = this, event.version
     if this.measured is not None:
+        event.waited_by, event.waited_version = this, event.version
         return _wait_measured(session, this, event)
     batch = lane.batch
     if batch is None or batch is not this.batch:
         batch = _begin_batch(session, this)
-    steps, layer = batch.steps, event.layer
-    if layer > this.next_layer:
-        steps.append(segment_step(this.next_layer, layer))  # as ``batch.work``: a round has one part
-        this.next_layer = layer
-    steps.append(event.step)
+    batch.steps.append(event)
     return None
 
 
@@ -112,11 +108,14 @@ def waited(session: Session, this: Round) -> None:
 
 def end_segment(session: Session, this: Round, end: int) -> None:
     """What the round has launched since the last segment are its layers up to ``end``."""
-    layers = ALL_LAYERS if not this.next_layer and end == ALL_LAYERS[1] else (this.next_layer, end)
-    batch = session.recorder.batch
-    if this.measured is None and batch is not None and batch is this.batch:
-        batch.work(*layers)
+    batch, waited = session.recorder.batch, this.batch
+    if waited is not None and waited is batch and this.measured is None and end == ALL_LAYERS[1]:
+        batch.steps.append(THE_REST)
     else:
+        if waited is not None:
+            session.recorder.flush_batch()
+            this.next_layer, this.batch = waited.next_layer(), None
+        layers = ALL_LAYERS if not this.next_layer and end == ALL_LAYERS[1] else (this.next_layer, end)
         session.stop_timing(this.measured, this.raw)
         session.recorder.enqueue(this.stream, Work(SITE, this.accesses, layers, this.group), this.measured)
     this.measured = None
@@ -124,7 +123,13 @@ def end_segment(session: Session, this: Round, end: int) -> None:
 
 
 def _begin_batch(session: Session, this: Round) -> Batch:
+    if this.batch is not None:  # something else was recorded meanwhile
+        this.next_layer = this.batch.next_layer()
+        for event in this.batch.waited():
+            event.waited_by, event.waited_version = this, event.version
     batch = session.recorder.begin_batch(this.stream, SITE, this.group, None)
+    batch.first_layer = this.next_layer
+    batch.raw = this.raw
     batch.use(this.accesses, 0)
     this.batch = batch
     return batch

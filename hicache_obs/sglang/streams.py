@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.batch import MAX_SINGLE_LAYERS, segment_step
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.recorder import StreamMark
 from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
@@ -180,23 +179,15 @@ def _stream_waits(session: Session, guard: Guard) -> Around:
 
     def hook(original: Around, stream: Any, *args: Any, **kwargs: Any) -> Any:
         lane = lanes.lane
-        batch, this = lane.batch, lane.round
-        if batch is None or this is None or batch is not this.batch or lane.in_stream_call or guard.off:
+        batch = lane.batch
+        if batch is None or batch.raw is None or lane.in_stream_call or guard.off or not session.ready:
             return wait(original, stream, args[0] if args else kwargs.get("event"), (stream, *args), kwargs)
         batched = False
         try:
             state = args[0]._hicache_obs
-            layer = state.layer
-            if layer >= 0 and (stream is this.raw or session.stream(stream) is this.stream):
+            if state.layer >= 0 and (stream is batch.raw or session.stream(stream) is batch.stream):
                 batched = True
-                if state.waited_by is not this or state.waited_version != state.version:
-                    state.waited_by, state.waited_version = this, state.version
-                    begin = this.next_layer
-                    if layer > begin:
-                        alone = layer == begin + 1 and layer < MAX_SINGLE_LAYERS
-                        batch.step(batch.layers[begin] if alone else segment_step(begin, layer))
-                        this.next_layer = layer
-                    batch.step(state.step)
+                batch.step(state)
         except (AttributeError, IndexError):  # an event that is not known yet, or named
             pass
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
