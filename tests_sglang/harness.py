@@ -672,9 +672,7 @@ def linker(engine: Engine) -> dict[str, Any]:
     store = Store()
     newer = "forward_stream" in inspect.signature(module.MooncakeDirectLinker).parameters
     options = {"forward_stream": engine.forward} if newer else {}
-    made = module.MooncakeDirectLinker(
-        Absent(), params, components={ComponentType.FULL}, storage=store, **options
-    )
+    made = module.MooncakeDirectLinker(Absent(), params, components={ComponentType.FULL}, storage=store, **options)
     tree = UnifiedRadixCache.__new__(UnifiedRadixCache)
     tree.tree_components, tree.components, tree._components_tuple = (), {}, ()
     tree.tree_core = SimpleNamespace()

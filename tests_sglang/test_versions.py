@@ -71,9 +71,7 @@ def test_what_the_audit_says_of_linkers_is_what_they_do(outcomes, sglang_folder,
     """In 0.5.22 the offload's event is of the schedule stream alone, as the load's is in both."""
     said, found = verdicts(sglang_folder, version), outcomes(LINKER, version)
     assert (said["linkers, load"], said["linkers, offload"] is Verdict.RACE) == (Verdict.RACE, bool(offload))
-    racy, fenced = (
-        {(finding.earlier.site, finding.later.site) for finding in found[name].findings} for name in LINKER
-    )
+    racy, fenced = ({(finding.earlier.site, finding.later.site) for finding in found[name].findings} for name in LINKER)
     assert racy == {("forward", "linker load")} | offload
     assert fenced == offload  # the fence of the scenario is for the load
 

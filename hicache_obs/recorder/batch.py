@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hicache_obs.recorder.event_state import EventState
+from hicache_obs.recorder.event_state import EventState, Generation
 from hicache_obs.records import (
     ALL_LAYERS,
     KINDS,
@@ -125,11 +125,20 @@ class Learned:
     Attributes:
         steps, states: As in ``Batch``; shared, never written to.
         parts: How many there were.
+        generation: Of these events.
     """
 
     steps: list[Step]
     states: list[EventState]
     parts: int
+    generation: Generation
+
+
+def learn(batch: Batch) -> Learned | None:
+    """What ``batch``, which is in the ring, says of the next; ``None`` if its events are not always recorded together."""
+    generation = (batch.states[0].shared if batch.states else None) or Generation()
+    together = all([event.share(generation) for event in batch.states])
+    return Learned(batch.steps, batch.states, len(batch.parts), generation) if batch.states and together else None
 
 
 class Batch:
@@ -221,11 +230,15 @@ class Batch:
     def follow(self, learned: Learned) -> None:
         """This will be what ``learned`` was, but for its pages: copies are not noted any more, events are counted."""
         self.learned = learned
-        self.steps, self.states = learned.steps, learned.states
-        for event in learned.states:
+        self.steps = learned.steps
+        learned.generation.times += 1
+
+    def close(self) -> None:
+        """It is in the ring, or lost: what it has recorded is settled."""
+        if self.learned is not None:
+            self.learned.generation.times += 1
+        for event in self.states:
             event.version += 1
-            if event.known_to:
-                event.known_to.clear()
 
     @property
     def whole(self) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 from hicache_obs._struct import replace
 from hicache_obs.recorder.batch import Block
-from hicache_obs.recorder.ring import BlockSink, pack_plain
+from hicache_obs.recorder.ring import BlockSink, Numbers, pack_plain
 from hicache_obs.records import Access, AnyRecord, CaptureMode, DropReason, PageIds
 
 DEFAULT_MAX_HELD: Final = 1 << 14
@@ -98,9 +98,20 @@ class HoldBack:
             return False
         return self._sink.put_work(word, op, host_ns, numbers, layers, accesses)
 
-    def _put_round_behind(self, *numbers: Any) -> bool:
+    def _put_round_behind(
+        self,
+        word: int,
+        op: int,
+        host_ns: int,
+        stream: int,
+        site: int,
+        group: int,
+        pool: int,
+        lists: Numbers,
+        split: int,
+    ) -> bool:
         """As ``put_round``; False if it has to be kept back."""
-        return not self._held and self._sink.put_round(*numbers)
+        return not self._held and self._sink.put_round(word, op, host_ns, stream, site, group, pool, lists, split)
 
     def put_packed(self, slot: bytes) -> bool:
         """As the sink behind."""

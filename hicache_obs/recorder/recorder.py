@@ -397,12 +397,12 @@ class Recorder:
         """A query of ``event`` has returned; ``version`` is from before the call."""
 
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord | None:
-            if thread in event.known_to:
+            if event.known_to.get(thread) == event.stamp:
                 return None
             if result:
                 if not self._settled(event, version):
                     return None
-                event.known_to.add(thread)
+                event.known_to[thread] = event.stamp
             return EventQuery(op, thread, now, event.event_id, result)
 
         self._emit(build)
@@ -413,7 +413,7 @@ class Recorder:
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord | None:
             if not self._settled(event, version):
                 return None
-            event.known_to.add(thread)
+            event.known_to[thread] = event.stamp
             return EventSync(op, thread, now, event.event_id)
 
         self._emit(build)
@@ -663,7 +663,7 @@ class Recorder:
 
     def _settled(self, event: EventState, version: int) -> bool:
         """Whether no record of ``event`` was made since ``version``, nor was being made then."""
-        if event.version == version and not version & 1:
+        if event.stamp == version and not version & 1:
             return True
         self._uncertain += 1
         return False

@@ -164,7 +164,16 @@ class BlockSink(RecordSink, Protocol):
     ) -> bool: ...  # fmt: skip
 
     def put_round(
-        self, word: int, op: int, host_ns: int, stream: int, site: int, group: int, pool: int, lists: Numbers, split: int
+        self,
+        word: int,
+        op: int,
+        host_ns: int,
+        stream: int,
+        site: int,
+        group: int,
+        pool: int,
+        lists: Numbers,
+        split: int,
     ) -> bool: ...
 
     def put_packed(self, slot: bytes) -> bool: ...
@@ -367,7 +376,16 @@ class RingWriter:
         return True
 
     def put_round(
-        self, word: int, op: int, host_ns: int, stream: int, site: int, group: int, pool: int, lists: Numbers, split: int
+        self,
+        word: int,
+        op: int,
+        host_ns: int,
+        stream: int,
+        site: int,
+        group: int,
+        pool: int,
+        lists: Numbers,
+        split: int,
     ) -> bool:
         """As ``put_work``, for a kernel of all layers that writes and reads slots of one device pool.
 

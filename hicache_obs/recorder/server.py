@@ -122,6 +122,7 @@ class ServerRecorder(Recorder):
         """Put what the calling thread has batched into the ring, as one block."""
         lane = self._lanes.lane
         batch, lane.batch = lane.batch, None
+        lane.waits_on = lane.waits_handle = None
         if batch is None or not batch.steps or not self.on:
             return
         started = time.perf_counter_ns()
@@ -129,6 +130,7 @@ class ServerRecorder(Recorder):
             with self._lock:
                 if self._busy:
                     self._sink.drop(DropReason.RECORDER_ERROR, len(batch.steps))
+                    batch.close()
                     return
                 self._busy = True
                 try:
@@ -145,8 +147,7 @@ class ServerRecorder(Recorder):
                 finally:
                     self._busy = False
                     self._hook_ns += time.perf_counter_ns() - started
-                    for state in batch.states:
-                        state.version += 1
+                    batch.close()
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
             self._failed(error)
 

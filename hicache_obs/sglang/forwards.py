@@ -16,7 +16,7 @@ from hicache_obs.sglang.guard import Around, Guard
 from hicache_obs.sglang.round_pages import PlainRound, round_accesses
 from hicache_obs.sglang.rounds import SITE, Round, end_segment
 from hicache_obs.sglang.session import Session
-from hicache_obs.sglang.streams import capturing
+from hicache_obs.sglang.captures import capturing
 from hicache_obs.sglang.versions import Versions
 
 _FORWARD: Final = (
@@ -90,9 +90,7 @@ def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> 
         if (
             type(plain) is not PlainRound
             or this.measured is not None
-            or not session.recorder.put_round(
-                lane, this.stream, SITE, this.group, plain.pool, plain.lists, plain.split
-            )
+            or not session.recorder.put_round(lane, this.stream, SITE, this.group, plain.pool, plain.lists, plain.split)
         ):
             end_segment(session, this, ALL_LAYERS[1])
     if lane.batch is not None:

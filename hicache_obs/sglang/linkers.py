@@ -89,8 +89,12 @@ def watch_linker(session: Session, linker: Any) -> None:
     load, offload = getattr(linker, _LOAD), getattr(storage, _OFFLOAD)
     pools = linker.pools
     layers = int(linker.num_layers)
-    setattr(linker, _LOAD, _watched(session, load, lambda _, requests, *__: _begin_load(session, pools, layers, requests)))
-    setattr(storage, _OFFLOAD, _watched(session, offload, lambda moved, *_, **__: _begin_offload(session, pools, moved)))
+    setattr(
+        linker, _LOAD, _watched(session, load, lambda _, requests, *__: _begin_load(session, pools, layers, requests))
+    )
+    setattr(
+        storage, _OFFLOAD, _watched(session, offload, lambda moved, *_, **__: _begin_offload(session, pools, moved))
+    )
     _watch_results(session, results)
 
 

@@ -138,11 +138,11 @@ class PlainRound:
 
 def _plain_round(session: Session, pools: RoundPools, batch: Any, written: Any) -> PlainRound | None:
     """What the round touches where that is few numbers, all in host memory; ``None`` if it is not."""
-    table, rows = pools.requests.req_to_token, batch.req_pool_indices
+    table, rows = getattr(pools.requests, "req_to_token", None), batch.req_pool_indices
     if not rows.is_cpu:
         return None
     if table is not pools.table:
-        pools.view = table.numpy() if table.is_cpu else None
+        pools.view = table.numpy() if table is not None and table.is_cpu else None
         pools.table = table
     counts, view = batch.seq_lens_cpu.tolist(), pools.view
     if view is None or not 0 < len(counts) <= _FEW:

@@ -77,14 +77,14 @@ def wait_for_layer(session: Session, lane: Lane, this: Round, stream: Any, event
         if waiter is not this.stream:
             session.recorder.wait_for_event(waiter, event, Purpose.LAYER)
             return None
-    if event.waited_by is this and event.waited_version == event.version:
+    if event.waited_by is this and event.waited_version == event.stamp:
         return None
     if this.measured is not None:
-        event.waited_by, event.waited_version = this, event.version
+        event.waited_by, event.waited_version = this, event.stamp
         return _wait_measured(session, this, event)
     batch = lane.batch
     if batch is None or batch is not this.batch:
-        batch = _begin_batch(session, this)
+        batch = _begin_batch(session, lane, this)
     batch.steps.append(event)
     return None
 
@@ -110,6 +110,7 @@ def end_segment(session: Session, this: Round, end: int) -> None:
     """What the round has launched since the last segment are its layers up to ``end``."""
     batch, waited = session.recorder.batch, this.batch
     if waited is not None and waited is batch and this.measured is None and end == ALL_LAYERS[1]:
+        session.counters.calls += len(batch.steps)
         batch.steps.append(THE_REST)
     else:
         if waited is not None:
@@ -122,14 +123,15 @@ def end_segment(session: Session, this: Round, end: int) -> None:
     this.next_layer = end
 
 
-def _begin_batch(session: Session, this: Round) -> Batch:
+def _begin_batch(session: Session, lane: Lane, this: Round) -> Batch:
     if this.batch is not None:  # something else was recorded meanwhile
         this.next_layer = this.batch.next_layer()
         for event in this.batch.waited():
-            event.waited_by, event.waited_version = this, event.version
+            event.waited_by, event.waited_version = this, event.stamp
     batch = session.recorder.begin_batch(this.stream, SITE, this.group, None)
     batch.first_layer = this.next_layer
-    batch.raw = this.raw
+    batch.raw = lane.waits_on = this.raw
+    lane.waits_handle, lane.note_wait = getattr(this.raw, "cuda_stream", None), batch.step
     batch.use(this.accesses, 0)
     this.batch = batch
     return batch
