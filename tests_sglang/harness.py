@@ -138,7 +138,8 @@ class Scenario:
     ``base`` or ``hybrid`` controller; ``coarse`` or ``readdone`` barrier; ``loadfence``, ``writefence``: bound as
     that release's Scheduler binds them; ``deferred``: the virtual device; and what happens: ``loadback`` (default),
     ``writeback``, ``offload``, ``direct_backup``, ``direct_restore``, ``overlap_off``, ``storage``, ``tree``,
-    ``retraction``, ``linker``, ``drafts`` (with ``onegraph``), ``raise``, ``kill``; ``blind``: the forward does not wait for layers.
+    ``retraction``, ``linker``, ``drafts`` (with ``onegraph``), ``raise``,
+    ``kill``; ``blind``: the forward does not wait for a linker's layers.
     """
 
     def __init__(self, words: str) -> None:
@@ -552,7 +553,7 @@ def retraction(engine: TreeEngine) -> dict[str, Any]:
 
 
 def drafts(engine: Engine) -> dict[str, Any]:
-    """A multi-layer draft writes its steps' pools by graphs; the second's pages are loaded back while one still runs."""
+    """A multi-layer draft writes its steps' pools by graphs; the second's pages are loaded back while one runs."""
     from sglang.srt.speculative import multi_layer_eagle_draft_extend_cuda_graph_runner as module
 
     module.fill_draft_extend_prepare_buffers = module.refresh_track_indices = lambda *_, **__: None
@@ -611,7 +612,7 @@ def drafts(engine: Engine) -> dict[str, Any]:
 
 
 class Store:
-    """A Mooncake store's part that its linker calls: whole pages by key, copied to and from the addresses it is given."""
+    """What its linker calls of a Mooncake store: whole pages by key, copied to and from the addresses it is given."""
 
     def __init__(self) -> None:
         self.store, self.objects = self, {}
@@ -649,7 +650,7 @@ class Store:
 
 
 def linker(engine: Engine) -> dict[str, Any]:
-    """SGLang's Mooncake linker: offload a request's pages, use them for another, load them back into pages of a third."""
+    """SGLang's Mooncake linker: a request's pages are offloaded, used by another and loaded back for a third."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
     from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry, DevicePoolGroup
     from sglang.srt.mem_cache.storage.mooncake_store import mooncake_direct_linker as module
@@ -666,8 +667,8 @@ def linker(engine: Engine) -> dict[str, Any]:
     module.device_module = unified_cache_linker.device_module = engine.device
     module.freeze_gc = lambda *_: None
     params = SimpleNamespace(
-        page_size=PAGE, token_to_kv_pool_allocator=engine.allocator, req_to_token_pool=engine.requests, pp_rank=0, pp_size=1,
-        attn_cp_rank=0, attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None,
+        page_size=PAGE, token_to_kv_pool_allocator=engine.allocator, req_to_token_pool=engine.requests,
+        pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None,
     )  # fmt: skip
     store = Store()
     newer = "forward_stream" in inspect.signature(module.MooncakeDirectLinker).parameters

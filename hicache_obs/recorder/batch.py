@@ -135,10 +135,11 @@ class Learned:
 
 
 def learn(batch: Batch) -> Learned | None:
-    """What ``batch``, which is in the ring, says of the next; ``None`` if its events are not always recorded together."""
+    """What ``batch``, which is in the ring, says of the next; ``None`` if its events are of several generations."""
     generation = (batch.states[0].shared if batch.states else None) or Generation()
-    together = all([event.share(generation) for event in batch.states])
-    return Learned(batch.steps, batch.states, len(batch.parts), generation) if batch.states and together else None
+    if not batch.states or not all(event.share(generation) for event in batch.states):
+        return None
+    return Learned(batch.steps, batch.states, len(batch.parts), generation)
 
 
 class Batch:

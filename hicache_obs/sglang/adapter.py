@@ -34,8 +34,8 @@ class Adapter:
         versions: Releases that have it.
         before, after, failed: See the type aliases; each may be absent.
         direct: In place of these three.
-        short: ``short(session, guard, original, hooked)`` makes what takes the place of ``hooked``, the hooked method, where
-            it has two plain arguments (``shorten``).
+        short: ``short(session, guard, original, hooked)`` makes what takes the place of ``hooked``, the hooked method,
+            where it has two plain arguments (``shorten``).
         hazards: What cannot be observed where the target is missing.
         group: While a call of a group runs, further calls of that group on the same thread are the engine's own
             business and not recorded: ``wait_stream`` is made of ``record`` and ``wait``.

@@ -12,11 +12,11 @@ from typing import Any, Final
 from hicache_obs.findings import Hazard
 from hicache_obs.records import ALL_LAYERS
 from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.captures import capturing
 from hicache_obs.sglang.guard import Around, Guard
 from hicache_obs.sglang.round_pages import PlainRound, round_accesses
 from hicache_obs.sglang.rounds import SITE, Round, end_segment
 from hicache_obs.sglang.session import Session
-from hicache_obs.sglang.captures import capturing
 from hicache_obs.sglang.versions import Versions
 
 _FORWARD: Final = (

@@ -114,7 +114,7 @@ def short_wait_event(
 def short_wait(
     session: Session, guard: Guard, original: Callable[..., Any], hooked: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``Event.wait`` of a stream that is named: of a round for a layer, into its batch; of any other for a known event."""
+    """``Event.wait`` with a stream: of a round for a layer, into its batch; of any other for a known event."""
     lanes, counters, in_graph = session.lanes, session.counters, capture_question()
     put, stream_of = session.recorder.put, session.stream
 

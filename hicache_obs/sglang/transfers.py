@@ -271,9 +271,8 @@ def _first_of_layers(
     batch.use(work.accesses, work.size_bytes)
     batch.pool, batch.there, batch.here = host_pool, host_indices, device_indices
     submission: Submission | None = session.local.submission
-    if submission is None or not submission.began(batch, host_pool, original):
-        if batch.learned is None:
-            batch.work(*layers)
+    if (submission is None or not submission.began(batch, host_pool, original)) and batch.learned is None:
+        batch.work(*layers)
     return None
 
 

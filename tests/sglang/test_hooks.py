@@ -10,7 +10,6 @@ import torch
 
 from hicache_obs.findings import Hazard
 from hicache_obs.readers import open_trace
-from hicache_obs.readers.ring import read_ring
 from hicache_obs.records import (
     ALL_LAYERS,
     CaptureMode,
@@ -30,8 +29,7 @@ from hicache_obs.records import (
 )
 from hicache_obs.sglang import forwards, pages, streams
 from hicache_obs.sglang.guard import around
-from hicache_obs.sglang.page_ids import PageReader
-from hicache_obs.sglang.session import IN_STREAM_CALL, Session
+from hicache_obs.sglang.session import IN_STREAM_CALL
 from hicache_obs.sglang.table import SGLANG_ADAPTERS
 from hicache_obs.sglang.tensors import TENSOR_ADAPTERS
 
