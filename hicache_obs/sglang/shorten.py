@@ -1,7 +1,7 @@
 """Takes an engine's own wrapper out of the way of the hooks that are called most.
 
-A hook that SGLang's registry has applied is reached through a wrapper that packs and unpacks all arguments: 0.25 us of
-a call's time. Where the hooked function has the plain arguments that torch's has, and nobody else hooks it, the function
+A hook that SGLang's registry has applied is reached through a wrapper that packs and unpacks all arguments, 0.25 us
+of a call. Where the hooked function has the plain arguments that torch's has, and nobody else hooks it, the function
 that a row's ``short`` makes is put in the wrapper's place. Whatever is not plain it hands to the wrapper.
 """
 
