@@ -49,9 +49,9 @@ def test_another_linker_makes_its_hazards_not_observable(server, counter):
     it = server()
     it.call("UnifiedRadixCache.init_cache_linker", None, SimpleNamespace(layer_done_counter=counter))
     text = "the linker SimpleNamespace moves pages in functions that are not known here"
-    assert it.session.missing == {
-        hazard: text for hazard in (Hazard.RDMA, Hazard.RAW_FORWARD_BACKUP, Hazard.WAR_BACKUP_FORWARD)
-    }
+    assert it.session.missing == dict.fromkeys(
+        (Hazard.RDMA, Hazard.RAW_FORWARD_BACKUP, Hazard.WAR_BACKUP_FORWARD), text
+    )
     known = Linker(it.pool, counter)
     known.mla_broadcaster = object()
     it.session.missing.clear()

@@ -101,7 +101,7 @@ def test_the_short_way_records_what_the_long_way_records(server, delegating):
 
 def test_an_engines_error_goes_through_and_nothing_stays_behind(server):
     it, calls = server(), []
-    Event, _, hooks = classes(it, calls, delegating=False)
+    Event, _, _ = classes(it, calls, delegating=False)
 
     class Failing(Event):
         def record(self, stream=None):
@@ -160,9 +160,12 @@ def test_few_slots_in_host_memory_are_recorded_as_many_are(server):
             it.batch.seq_lens_cpu = SimpleNamespace(numpy=it.batch.seq_lens_cpu.numpy)  # no tolist
         it.call("ModelRunner.forward", it.runner, it.batch)
         it.call("ModelRunner.forward", it.runner, it.batch)
-        kernels.append([
-            (one.layers, [(a.space, a.mode, a.pool, a.ids.tolist()) for a in one.accesses]) for one in it.records(Kernel)
-        ])
+        kernels.append(
+            [
+                (one.layers, [(a.space, a.mode, a.pool, a.ids.tolist()) for a in one.accesses])
+                for one in it.records(Kernel)
+            ]
+        )
     assert kernels[0] == kernels[1]
     assert len(kernels[0]) == 2
 
