@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 LAYERS = 80
 BATCHES, TURNS = 15, 3
@@ -56,6 +56,23 @@ class L2TransferEngine:
         self.submit(*arguments, **named)
 
 
+class L2Transfer(NamedTuple):
+    host_pool: Any
+    device_pool: Any
+    host_indices: Any
+    device_indices: Any
+    layer_mapper: Any = None
+    is_draft: bool = False
+
+
+class LayerLoadingEvent:
+    def __init__(self, load_events: list[Event]) -> None:
+        self.load_events = load_events
+
+    def complete(self, layer: int) -> None:
+        self.load_events[layer].record()
+
+
 HOOKED = {cls.__name__: cls for cls in (Stream, Event, ModelRunner, HostKVCache, HiCacheController, L2TransferEngine)}
 
 
@@ -86,6 +103,8 @@ class Engine:
         controller.l2_transfer_engine, controller.load_fence_stream = self.transfers, self.forward
         controller.layer_done_counter = SimpleNamespace(events=[SimpleNamespace(load_events=self.events)])
         self.slots = torch.arange(4, 12), torch.arange(8, 16)
+        self.loading = LayerLoadingEvent(self.events)
+        self.controller.layer_done_counter.events[0] = self.loading
 
     def model(self, layers: int, batch: Any) -> None:
         for layer in range(layers):
@@ -108,15 +127,23 @@ class Engine:
     def fence_and_submit(self) -> None:
         self.started.record()
         self.load.wait_stream(self.forward)
-        self.transfers.submit_host_to_device(*(slots.clone() for slots in self.slots))
+        transfers = [L2Transfer(self.host, self.pool, *(slots.clone() for slots in self.slots))]
+        self.transfers.submit_host_to_device(
+            transfers, start_event=self.started, on_layer_done=self.loading.complete, transfer_layer_id_max=LAYERS
+        )
 
-    def submit(self, there: Any, here: Any) -> None:
-        self.started.wait(self.load)
+    def submit(
+        self, transfers: list[L2Transfer], *, start_event: Any, on_layer_done: Any, transfer_layer_id_max: int
+    ) -> None:
+        start_event.wait(self.load)
         self.begun.record()
         self.current = self.load
-        for layer in range(LAYERS):
-            self.host.load_to_device_per_layer_physical(self.pool, there, here, layer, "direct", is_draft=False)
-            self.events[layer].record()
+        for layer in range(transfer_layer_id_max):
+            for one in transfers:
+                one.host_pool.load_to_device_per_layer_physical(
+                    one.device_pool, one.host_indices, one.device_indices, layer, "direct", is_draft=one.is_draft
+                )
+            on_layer_done(layer)
         self.ended.record()
         self.current = self.schedule
 
@@ -133,12 +160,24 @@ def hook_all(engine: Engine) -> Any:
         raise AssertionError("every tensor is host memory")
 
     reader = PageReader(no_device, lambda ids: no_device())
-    session = Session("SGLang 0.5.23", current_stream=lambda: engine.current, reader=reader)
+    hooks: list[Any] = []
+
+    def on_open(session: Session) -> None:  # as the plugin's; a version without it has nothing to do
+        try:
+            from hicache_obs.sglang.shorten import shorten_one
+        except ImportError:
+            return
+        for row, hook, cls, name in hooks:
+            shorten_one(session, row, hook, cls, name)
+
+    session = Session("SGLang 0.5.23", current_stream=lambda: engine.current, reader=reader, on_open=on_open)
     rows = [row for row in SGLANG_ADAPTERS if (0, 5, 23) in row.versions]
     for row in (*rows, *stream_adapters("stand.Stream", "stand.Event")):
         owner, name = row.target.split(".")[-2:]
         if owner in HOOKED and hasattr(HOOKED[owner], name):
-            _hook(HOOKED[owner], name, around(session, row))
+            hook = around(session, row)
+            hooks.append((row, hook, HOOKED[owner], name))
+            _hook(HOOKED[owner], name, hook)
     return session
 
 
@@ -174,7 +213,8 @@ def measure(observe: bool) -> dict[str, float]:
                 call()
             least = min(least, (time.thread_time_ns() - started) / count)
             if session is not None:
-                list(reader.read())  # as the agent does: the ring never fills
+                while reader.poll():  # as the agent does: the ring never fills
+                    pass
         found[name] = least
     assert session is None or not (session.counters.errors or session.ring.dropped), "a hook failed or lost a record"
     return found

@@ -15,6 +15,7 @@ A scenario is words joined by ``+``: see ``Scenario``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import json
 import os
@@ -26,6 +27,7 @@ import traceback
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -136,7 +138,8 @@ class Scenario:
     ``base`` or ``hybrid`` controller; ``coarse`` or ``readdone`` barrier; ``loadfence``, ``writefence``: bound as
     that release's Scheduler binds them; ``deferred``: the virtual device; and what happens: ``loadback`` (default),
     ``writeback``, ``offload``, ``direct_backup``, ``direct_restore``, ``overlap_off``, ``storage``, ``tree``,
-    ``retraction``, ``raise``, ``kill``.
+    ``retraction``, ``linker``, ``drafts`` (with ``onegraph``), ``raise``,
+    ``kill``; ``blind``: the forward does not wait for a linker's layers.
     """
 
     def __init__(self, words: str) -> None:
@@ -186,6 +189,10 @@ class Engine:
             transfer_module._timing_events_supported.cache_clear()
         host_module.transfer_kv_direct = self._copy_kernel
         self.next_request = 0
+        self.after_forward = lambda batch: None
+        """What a batch launches behind the target model's forward."""
+        self.counter = None
+        """A linker's, which a forward's layers wait for on the host."""
         self._build()
         self.schedule = device.current_stream()
         self.forward = self.schedule if "overlap_off" in scenario else device.Stream()
@@ -195,24 +202,27 @@ class Engine:
                 setattr(self.controller, attribute, self.forward)
 
     def _build(self) -> None:
-        self.pool = pool = MHATokenToKVPool(
+        self.pool = pool = self._pool()
+        self.allocator = PagedTokenToKVPoolAllocator(POOL, PAGE, torch.float32, "cpu", pool, need_sort=False)
+        self.requests = SimpleNamespace(req_to_token=torch.zeros((8, POOL), dtype=torch.int32))
+        self.host = self._host_pool(pool)
+        self.controller = self._hybrid() if "hybrid" in self.scenario else self._base()
+
+    def _pool(self) -> Any:
+        return MHATokenToKVPool(
             size=POOL, page_size=PAGE, dtype=torch.float32, head_num=1, head_dim=2, layer_num=LAYERS, device="cpu",
             enable_memory_saver=False,
         )  # fmt: skip
-        self.allocator = PagedTokenToKVPoolAllocator(POOL, PAGE, torch.float32, "cpu", pool, need_sort=False)
-        self.requests = SimpleNamespace(req_to_token=torch.zeros((8, POOL), dtype=torch.int32))
-        self.host = self._host_pool()
-        self.controller = self._hybrid() if "hybrid" in self.scenario else self._base()
 
-    def _host_pool(self) -> Any:
+    def _host_pool(self, pool: Any) -> Any:
         cls = host_module.MHATokenToKVPoolHost
         if "buffer_info" in inspect.signature(cls.__init__).parameters:
-            info = self.pool.get_device_pool_infos()[0].buffer_info
+            info = pool.get_device_pool_infos()[0].buffer_info
             return cls(
                 info, 2.0, 0, PAGE, "layer_first", pin_memory=False, device_capacity_tokens=POOL,
-                start_layer=self.pool.start_layer, end_layer=self.pool.end_layer,
+                start_layer=pool.start_layer, end_layer=pool.end_layer,
             )  # fmt: skip
-        return cls(self.pool, 2.0, 0, PAGE, "layer_first", pin_memory=False)
+        return cls(pool, 2.0, 0, PAGE, "layer_first", pin_memory=False)
 
     def _base(self, **options: Any) -> Any:
         return controller_module.HiCacheController(
@@ -273,6 +283,7 @@ class Engine:
                 self.forward.wait_stream(self.schedule)
             self.controller.layer_done_counter.set_consumer(consumer)
             self.runner.forward(batch)
+            self.after_forward(batch)
             copy_done = self.device.Event()
             copy_done.record()
         if "overlap_off" not in self.scenario:
@@ -287,6 +298,8 @@ class Engine:
         if "coarse" in self.scenario:
             runner.shared_read_done_event = runner.war_fastpath_read_done_event = None
         for layer in range(LAYERS):
+            if self.counter is not None and "blind" not in self.scenario:
+                self.counter.wait_until(layer)
             keys, values = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
             self.device.launch(lambda k=keys, v=values: (k.__setitem__(batch.out_cache_loc, batch.value),
                                                          v.__setitem__(batch.out_cache_loc, batch.value)))  # fmt: skip
@@ -539,6 +552,160 @@ def retraction(engine: TreeEngine) -> dict[str, Any]:
     return {"content": engine.content(back[:-1]), "expected": [11.0]}
 
 
+def drafts(engine: Engine) -> dict[str, Any]:
+    """A multi-layer draft writes its steps' pools by graphs; the second's pages are loaded back while one runs."""
+    from sglang.srt.speculative import multi_layer_eagle_draft_extend_cuda_graph_runner as module
+
+    module.fill_draft_extend_prepare_buffers = module.refresh_track_indices = lambda *_, **__: None
+    one_graph, pools = "onegraph" in engine.scenario, [engine._pool() for _ in range(2)]
+    made = vars(module)["OneGraph" * one_graph + "MultiLayerEagleMultiStepDraftExtendCudaGraphRunner"]
+    steps = made.__new__(made)
+    vars(steps).update(
+        buffers=MagicMock(), captured_req_width=1, require_mlp_tp_gather=False, require_gathered_buffer=False,
+        capture_bs=[1], num_front_tokens=0, seq_len_fill_value=1, draft_extend_attn_backend_list=[],
+        prune_draft_extend_logits=True, runners=[],
+    )  # fmt: skip
+    batch: Any = None
+
+    def replay(runners: list[Any], *_: Any) -> Any:
+        for runner in runners:
+            keys = runner.model_runner.token_to_kv_pool.k_buffer[0]
+            engine.device.launch(partial(keys.__setitem__, batch.out_cache_loc, batch.value))
+        return [MagicMock() for _ in runners] if one_graph else MagicMock()
+
+    for number, pool in enumerate(pools):
+        runner = module.MultiLayerEagleDraftExtendCudaGraphRunner.__new__(
+            module.MultiLayerEagleDraftExtendCudaGraphRunner
+        )
+        model_runner = Runner(engine)
+        model_runner.token_to_kv_pool, model_runner.model = pool, Absent()
+        vars(runner).update(
+            step=number, model_runner=model_runner, deepep_adapter=MagicMock(), buffers=steps.buffers,
+            captured_req_width=1, metadata_captured_in_graph=True, forward_mode=None,
+        )  # fmt: skip
+        steps.runners.append(runner)
+    for runner in steps.runners:
+        replayed = steps.runners if one_graph else [runner]
+        runner.backend = SimpleNamespace(replay=partial(replay, replayed))
+
+    def launch(launched: Any) -> None:
+        nonlocal batch
+        batch = launched
+        steps.prepare(MagicMock(**{**vars(batch), "spec_info": MagicMock()}))
+        for step in range(2):
+            steps.replay(step)
+
+    engine.after_forward = launch
+    a = engine.alloc(1)
+    engine.round(a, 11.0).synchronize()
+    host_pool = engine._host_pool(pools[1])
+    host = host_pool.alloc(len(a))
+    submit = engine.controller.l2_transfer_engine
+    transfer = transfer_module.L2Transfer(host_pool, pools[1], host, a, is_draft=True)
+    submit.submit_device_to_host([transfer]).finish_event.synchronize()
+    engine.round(a, 22.0)
+    if "fenced" in engine.scenario:
+        engine.schedule.wait_stream(engine.forward)
+    submit.submit_host_to_device([transfer], transfer_layer_id_max=LAYERS).finish_event.synchronize()
+    engine.device.synchronize()
+    return {"content": pools[1].k_buffer[0][a].unique().tolist(), "expected": [11.0]}
+
+
+class Store:
+    """What its linker calls of a Mooncake store: whole pages by key, copied to and from the addresses it is given."""
+
+    def __init__(self) -> None:
+        self.store, self.objects = self, {}
+
+    def register_buffer(self, address: int, size: int) -> int:
+        return 0
+
+    def _get_hybrid_page_component_keys(self, keys: list[str], transfer: Any) -> tuple[list[str], int]:
+        return keys, 1
+
+    def _tag_keys(self, keys: list[str]) -> list[str]:
+        return keys
+
+    def batch_get_session_start(self, keys: list[str]) -> list[int]:
+        return [0] * len(keys)
+
+    def batch_get_session_end(self, keys: list[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        for transfer in transfers:
+            addresses, sizes = self.registered_pools[transfer.name].get_page_buffer_meta(transfer.host_indices)
+            parts = [ctypes.string_at(*part) for part in zip(addresses, sizes, strict=True)]
+            each = len(parts) // len(transfer.keys)
+            for number, key in enumerate(transfer.keys):
+                self.objects[key] = b"".join(parts[number * each : (number + 1) * each])
+        return {transfer.name: [True] * len(transfer.keys) for transfer in transfers}
+
+    def batch_get_into_multi_buffer_ranges(self, keys: Any, addresses: Any, sizes: Any, offsets: Any) -> list[int]:
+        for key, *ranges in zip(keys, addresses, sizes, offsets, strict=True):
+            for address, size, offset in zip(*ranges, strict=True):
+                ctypes.memmove(address, self.objects[key][offset : offset + size], size)
+        return [sum(part) for part in sizes]
+
+
+def linker(engine: Engine) -> dict[str, Any]:
+    """SGLang's Mooncake linker: a request's pages are offloaded, used by another and loaded back for a third."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry, DevicePoolGroup
+    from sglang.srt.mem_cache.storage.mooncake_store import mooncake_direct_linker as module
+    from sglang.srt.mem_cache.unified_cache import unified_cache_linker
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    entry = DevicePoolEntry(
+        name=PoolName.KV, indices_from_pool=PoolName.KV, device_pool=engine.pool, page_size=PAGE, rows_are_pages=False,
+        components=[engine.pool.k_buffer, engine.pool.v_buffer], layer_mapping={one: one for one in range(LAYERS)},
+    )  # fmt: skip
+    # SGLang links pools of hybrid models only, which are larger than a test needs.
+    module.resolve_hybrid_device_pool_group = lambda **_: DevicePoolGroup([entry], LAYERS, PAGE)
+    module.device_module = unified_cache_linker.device_module = engine.device
+    module.freeze_gc = lambda *_: None
+    params = SimpleNamespace(
+        page_size=PAGE, token_to_kv_pool_allocator=engine.allocator, req_to_token_pool=engine.requests,
+        pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None,
+    )  # fmt: skip
+    store = Store()
+    newer = "forward_stream" in inspect.signature(module.MooncakeDirectLinker).parameters
+    options = {"forward_stream": engine.forward} if newer else {}
+    made = module.MooncakeDirectLinker(Absent(), params, components={ComponentType.FULL}, storage=store, **options)
+    tree = UnifiedRadixCache.__new__(UnifiedRadixCache)
+    tree.tree_components, tree.components, tree._components_tuple = (), {}, ()
+    tree.tree_core = SimpleNamespace()
+    tree.init_cache_linker(made)
+
+    def transfer(slots: Any) -> list[Any]:
+        return [PoolTransfer(name=PoolName.KV, device_indices=slots, keys=["first", "second"])]
+
+    a = engine.alloc(2)
+    engine.round(a, 11.0)
+    made.offload(transfer(a))
+    made.offload_queue.join()
+    assert made.pop_completed_offload()
+    engine.allocator.free(a)
+    b = engine.alloc(2)
+    engine.round(b, 22.0)
+    engine.allocator.free(b)
+    back = engine.allocator.alloc(2 * PAGE)
+    if "fenced" in engine.scenario:
+        engine.schedule.wait_stream(engine.forward)
+    made.load("r", transfer(back))
+    engine.counter = counter = made.layer_done_counter
+    index = made.start_layer_wise_loading()
+    counter.set_consumer(index)
+    c = engine.alloc(1)
+    engine.requests.req_to_token[engine.next_request, : len(back) + len(c)] = torch.cat([back, c]).to(torch.int32)
+    engine.round(c, 33.0, length=len(back) + len(c))
+    assert made.finish_layer_wise_loading(index)
+    made.close()
+    return {"content": engine.content(back), "expected": [11.0]}
+
+
 def kill(engine: Engine) -> dict[str, Any]:
     """The process ends by SIGKILL after 200 records of its own."""
     event = engine.device.Event()
@@ -551,6 +718,8 @@ def kill(engine: Engine) -> dict[str, Any]:
 
 ACTIONS = {
     "kill": kill,
+    "linker": linker,
+    "drafts": drafts,
     "tree": tree,
     "retraction": retraction,
     "writeback": writeback,

@@ -27,6 +27,11 @@ PATHS = [
     "base+readdone+retraction+fenced+deferred",
     "base+readdone+offload+deferred",
     "base+readdone+storage",
+    *(f"base+readdone+drafts{graph}{fence}+deferred" for graph in ("", "+onegraph") for fence in ("", "+fenced")),
+    "base+readdone+linker",
+    "base+readdone+linker+fenced",
+    "base+readdone+linker+fenced+blind",
+    "base+coarse+linker",
 ]
 
 
@@ -101,6 +106,10 @@ def test_coarse_without_a_fence_is_ordered_through_the_schedule_stream(found):
         ("base+readdone+retraction+deferred", "waw_forward_restore"),
         ("base+readdone+retraction+fenced+deferred", None),
         ("base+readdone+offload+deferred", None),
+        ("base+readdone+drafts+deferred", "graph"),
+        ("base+readdone+drafts+fenced+deferred", None),
+        ("base+readdone+drafts+onegraph+deferred", "graph"),
+        ("base+readdone+drafts+onegraph+fenced+deferred", None),
     ],
 )
 def test_every_path_is_judged_and_the_pages_agree(found, scenario, hazard):
@@ -115,6 +124,29 @@ def test_a_retraction_is_named_and_its_backup_is_ordered_by_the_processed_result
     assert sites == {"retraction restore copy"}
     names = found["base+readdone+retraction+fenced+deferred"].trace.names.sites.values()
     assert {"retraction backup copy", "retraction restore copy"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "sites"),
+    [
+        ("base+readdone+linker", {("forward", "linker load")}),
+        ("base+readdone+linker+fenced", set()),
+        ("base+coarse+linker", set()),
+        ("base+readdone+linker+fenced+blind", {("linker load", "forward")}),
+    ],
+)
+def test_a_linkers_load_waits_for_no_round_in_flight(found, scenario, sites):
+    """Its event is recorded on the schedule stream, which the read-done barrier lets run ahead; the offload's are not.
+
+    A forward that does not wait for the layers is the other side of the same pages.
+    """
+    outcome = found[scenario]
+    assert outcome.told["errors"] == {}
+    assert {(finding.earlier.site, finding.later.site) for finding in outcome.findings} == sites
+    assert outcome.hazards <= {"rdma"}
+    names = set(outcome.trace.names.sites.values())
+    assert {"linker load", "linker offload"} <= names
+    assert outcome.right  # nothing runs late here: torch.cpu's streams do everything at once
 
 
 def test_a_proven_race_has_a_witness(found, capsys):

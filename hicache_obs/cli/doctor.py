@@ -86,10 +86,12 @@ def _sglang() -> Iterator[str]:
 
 
 def _blind_spots() -> Iterator[str]:
+    from hicache_obs.sglang.blind_spots import SEEN_NEVER
+
     yield "the order of work that other libraries launch themselves (NCCL, raw driver calls) is not seen"
     yield "accesses outside the two KV pools and the index buffers are not seen"
     yield "graph replay, storage, remote transfers and collectives are judged in files, the demo's engine has none"
-    yield "SGLang: multi-layer draft graphs, linkers' own transfers and NCCL are not seen"
+    yield from (f"SGLang: not seen are {text}" for text in SEEN_NEVER)
     yield "SGLang: events and streams used by torch's C++ code are seen only with HICACHE_OBS_GPU_TRACE=on"
     yield "SGLang: Tensor.item, .cpu and .tolist are seen only with HICACHE_OBS_TENSOR_SYNCS=on"
     yield "SGLang: pages are judged whole; two requests' slots in one page look like a conflict"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_obs.recorder.event_state import EventState
+from hicache_obs.recorder.event_state import EventState, Generation
 from hicache_obs.records import (
+    ALL_LAYERS,
     KINDS,
     SLOT_BYTES,
     Access,
@@ -60,6 +61,12 @@ def segment_step(begin: int, end: int) -> int:
 
 
 _FIRST_PART: Final = single_layers(0)
+
+
+Step: TypeAlias = int | EventState
+"""See ``Batch.steps``."""
+THE_REST: Final = -(1 << 63)
+"""The step of the layers behind the last wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,30 @@ class Block:
             words[rows, CELLS_WORD : CELLS_WORD + len(cell)] = cell
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The batch of a transfer that was observed layer by layer. A later one of the same pools and events is the same.
+
+    Attributes:
+        steps, states: As in ``Batch``; shared, never written to.
+        parts: How many there were.
+        generation: Of these events.
+    """
+
+    steps: list[Step]
+    states: list[EventState]
+    parts: int
+    generation: Generation
+
+
+def learn(batch: Batch) -> Learned | None:
+    """What ``batch``, which is in the ring, says of the next; ``None`` if its events are of several generations."""
+    generation = (batch.states[0].shared if batch.states else None) or Generation()
+    if not batch.states or not all(event.share(generation) for event in batch.states):
+        return None
+    return Learned(batch.steps, batch.states, len(batch.parts), generation)
+
+
 class Batch:
     """Operations of one thread on one stream that are not in the ring yet. For that thread only.
 
@@ -126,11 +157,15 @@ class Batch:
     __slots__ = (
         "began_ns",
         "direction",
+        "first_layer",
         "group",
         "here",
         "layers",
+        "learned",
         "parts",
         "pool",
+        "raw",
+        "seen",
         "site",
         "states",
         "step",
@@ -151,12 +186,21 @@ class Batch:
         """What the caller recognises the part by that is in use: a host pool, indices of it and of the device's."""
         self.parts: list[tuple[tuple[Access, ...], int]] = []
         """Accesses and sizes in bytes; kernels and copies have one of them each."""
-        self.steps: list[int] = []
-        """A kernel or copy as part and layer range, an event as its negative id."""
+        self.steps: list[Step] = []
+        """A kernel or copy as part and layer range, an event that is recorded as its negative id; of a round, whose
+        waits divide it, the events it waited for and at the end ``THE_REST``."""
         self.step: Final = self.steps.append
         """One attribute less where it counts."""
+        self.first_layer = 0
+        """Of a round: the first layer that it has not launched yet."""
         self.states: list[EventState] = []
         """Of events whose record is not in the ring yet: their versions stay odd until it is."""
+        self.raw: object = None
+        """Of a round: the engine's own object for ``stream``."""
+        self.learned: Learned | None = None
+        """What these copies are taken to be; then only the events' records are counted."""
+        self.seen = 0
+        """How many of these there were."""
         self.began_ns: Final = began_ns
         self.work_base = 0
         """Bits of the part in use, for a step."""
@@ -184,16 +228,39 @@ class Batch:
         self.states.append(event)
         self.steps.append(event.step)
 
-    def wait(self, event: EventState) -> None:
-        """The stream waits for ``event``, the end of one layer of a transfer, in a batch of kernels."""
-        self.steps.append(event.step)
+    def follow(self, learned: Learned) -> None:
+        """This will be what ``learned`` was, but for its pages: copies are not noted any more, events are counted."""
+        self.learned = learned
+        self.steps = learned.steps
+        learned.generation.times += 1
+
+    def close(self) -> None:
+        """It is in the ring, or lost: what it has recorded is settled."""
+        if self.learned is not None:
+            self.learned.generation.times += 1
+        for event in self.states:
+            event.version += 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of what it follows was seen; true if it follows nothing."""
+        learned = self.learned
+        return learned is None or (self.seen == len(learned.states) and len(self.parts) == learned.parts)
+
+    def next_layer(self) -> int:
+        """The first layer that a round has not launched: of those it has waited for, the last."""
+        return max((event.layer for event in self.waited()), default=self.first_layer)
+
+    def waited(self) -> list[EventState]:
+        """What a round has waited for."""
+        return [step for step in self.steps if isinstance(step, EventState)]
 
 
 class Shapes:
     """The fixed parts of blocks, by what they are made of. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[list[int], Words, list[Rows]]] = {}
+        self._known: dict[tuple[object, ...], tuple[list[Step], Words, list[Rows]]] = {}
 
     def block(self, batch: Batch, op: int, thread: ThreadId, site: int, now_ns: int) -> Block:
         """``batch``, which ends now, as a block whose first record is operation ``op``."""
@@ -201,9 +268,9 @@ class Shapes:
         steps = batch.steps
         # The ends tell the engine's sets of layer events apart; a key of all the steps takes longer than their packing.
         ends = steps[0], steps[-1], steps[len(steps) // 2], len(steps)
-        key = (thread, batch.stream.stream_id, site, batch.direction, counts, ends)
+        key = (thread, batch.stream.stream_id, site, batch.direction, batch.first_layer, counts, ends)
         known = self._known.get(key)
-        if known is None or known[0] != steps:
+        if known is None or (known[0] is not steps and known[0] != steps):
             if known is None and len(self._known) >= MAX_SHAPES:
                 del self._known[next(iter(self._known))]
             known = self._known[key] = (steps, *_shape(batch, thread, site, counts))
@@ -221,9 +288,10 @@ def _shape(batch: Batch, thread: ThreadId, site: int, counts: tuple[int, ...]) -
         if direction is None
         else (_number(Memcpy), _number(EventRecord), 0)
     )
-    packed = bytearray(len(batch.steps) * SLOT_BYTES)
+    steps = _plain_steps(batch.steps, batch.first_layer)
+    packed = bytearray(len(steps) * SLOT_BYTES)
     rows: list[list[int]] = [[] for _ in counts]
-    for row, step in enumerate(batch.steps):
+    for row, step in enumerate(steps):
         place = row * SLOT_BYTES
         if step < 0:
             _pack(packed, place, event, 0, purpose, thread, row, 0, -step, stream, 0, 0, 0, 0)
@@ -233,6 +301,26 @@ def _shape(batch: Batch, thread: ThreadId, site: int, counts: tuple[int, ...]) -
         _pack(packed, place, work, counts[part], direction or 0, thread, row, 0, stream, site, 0, 0, begin, end)
     fixed = np.frombuffer(packed, dtype="<i8").reshape(-1, _WORDS).astype(np.int64, copy=False)
     return fixed, [_evenly(having) for having in rows]
+
+
+def _plain_steps(steps: list[Step], begin: int) -> list[int]:
+    """``steps`` with the segments that a round's waits end; a second wait for an event orders nothing more."""
+    found: list[int] = []
+    waited: set[EventState] = set()
+    for step in steps:
+        if isinstance(step, int):
+            if step == THE_REST:
+                step = segment_step(begin, ALL_LAYERS[1])
+            elif step >= 0:
+                begin = step & _LAYER_MASK
+            found.append(step)
+        elif step not in waited:
+            waited.add(step)
+            if step.layer > begin:
+                found.append(segment_step(begin, step.layer))
+                begin = step.layer
+            found.append(step.step)
+    return found
 
 
 def _evenly(rows: list[int]) -> Rows:

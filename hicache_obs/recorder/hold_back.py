@@ -12,7 +12,7 @@ from typing import Final, Protocol, cast
 
 from hicache_obs._struct import replace
 from hicache_obs.recorder.batch import Block
-from hicache_obs.recorder.ring import BlockSink, pack_plain
+from hicache_obs.recorder.ring import BlockSink, Numbers, pack_plain
 from hicache_obs.records import Access, AnyRecord, CaptureMode, DropReason, PageIds
 
 DEFAULT_MAX_HELD: Final = 1 << 14
@@ -50,6 +50,10 @@ class HoldBack:
         self._expecting = False
         self.put = sink.put
         """See ``RingWriter.put``. The sink's own until late ids have been made: one call less."""
+        self.put_work = sink.put_work
+        """See ``RingWriter.put_work``. The same holds."""
+        self.put_round = sink.put_round
+        """See ``RingWriter.put_round``. The same holds."""
         self._resolved: tuple[tuple[Access, ...], tuple[Access, ...]] | None = None
 
     @property
@@ -67,6 +71,8 @@ class HoldBack:
         if not self._expecting:
             self._expecting = True
             self.put = self._put_behind
+            self.put_work = self._put_work_behind
+            self.put_round = self._put_round_behind
 
     def append(self, record: AnyRecord) -> bool:
         """Write ``record``, or keep it until its ids and all records before it are written."""
@@ -83,14 +89,29 @@ class HoldBack:
             self._held.append(record)
             return True
 
-    def put_work(
+    def _put_work_behind(
         self, word: int, op: int, host_ns: int, numbers: tuple[int, int, int, int], layers: tuple[int, int],
         accesses: tuple[Access, ...],
     ) -> bool:  # fmt: skip
-        """See ``RingWriter.put_work``; False if it has to be kept back."""
-        if self._expecting and (self._held or any(_is_late_access(access) for access in accesses)):
+        """As ``put_work``; False if it has to be kept back."""
+        if self._held or any(_is_late_access(access) for access in accesses):
             return False
         return self._sink.put_work(word, op, host_ns, numbers, layers, accesses)
+
+    def _put_round_behind(
+        self,
+        word: int,
+        op: int,
+        host_ns: int,
+        stream: int,
+        site: int,
+        group: int,
+        pool: int,
+        lists: Numbers,
+        split: int,
+    ) -> bool:
+        """As ``put_round``; False if it has to be kept back."""
+        return not self._held and self._sink.put_round(word, op, host_ns, stream, site, group, pool, lists, split)
 
     def put_packed(self, slot: bytes) -> bool:
         """As the sink behind."""

@@ -18,6 +18,9 @@ class Lane:
         number: The thread's number; negative until its name is in the ring.
         assigned: The number it will have; negative until it has one.
         batch: What it has not put into the ring yet.
+        waits_on: The engine's stream whose waits for layers go into ``batch``; what it is made of, of a stream that is
+            another object at each call, is ``waits_handle``. Only while there is a batch.
+        note_wait: Puts such a wait there.
         in_stream_call: Calls to streams and events are the engine's or our own business, and not recorded.
         in_copy: A copy is being launched; what it calls is part of it.
         round: The forward round that is being launched.
@@ -27,12 +30,17 @@ class Lane:
         path: Who asked for the transfer that is being submitted.
         copies: What the last copies touched.
         counter: The layer counter whose events are known.
+        submission: The ``Submission`` of a load-back that is under way.
+        draft_batch: The graphs of a multi-layer draft that were prepared last, and the batch they are for.
     """
 
     def __init__(self) -> None:
         self.number = ThreadId(-1)
         self.assigned = ThreadId(-1)
         self.batch: Batch | None = None
+        self.waits_on: Any = None
+        self.waits_handle: Any = None
+        self.note_wait: Any = None
         self.in_stream_call = False
         self.in_copy = False
         self.round: Any = None
@@ -42,6 +50,8 @@ class Lane:
         self.path: str | None = None
         self.copies: dict[tuple[int, ...], tuple[Any, ...]] = {}
         self.counter: Any = None
+        self.submission: Any = None
+        self.draft_batch: tuple[Any, Any] = (None, None)
 
 
 class Lanes(threading.local):

@@ -73,21 +73,21 @@ class RecordedEvent:
 
     def query(self) -> bool:
         """See ``protocol.Event.query``."""
-        version = self.state.version
+        version = self.state.stamp
         result = self.bare.query()
         self._device.recorder.event_queried(self.state, version, result)
         return result
 
     def synchronize(self) -> None:
         """See ``protocol.Event.synchronize``."""
-        version = self.state.version
+        version = self.state.stamp
         self.bare.synchronize()
         self._device.recorder.event_synchronized(self.state, version)
 
     def elapsed_time(self, end: protocol.Event) -> float:
         """See ``protocol.Event.elapsed_time``. An answer means that both events are complete, as a query would."""
         other = end.state if isinstance(end, RecordedEvent) else None
-        mine, others = self.state.version, 0 if other is None else other.version
+        mine, others = self.state.stamp, 0 if other is None else other.stamp
         result = self.bare.elapsed_time(unwrap_event(end))
         self._device.recorder.event_queried(self.state, mine, True)
         if other is not None:

@@ -243,10 +243,12 @@ class Recorder:
         """The calling thread has received the oldest post of ``channel``. Partner of ``thread_post``."""
         self._emit(lambda op, thread, now: ThreadRecv(op, thread, now, channel))
 
-    def io_begin(self, kind: IoKind, accesses: tuple[Access, ...], *, site: str) -> int:
+    def io_begin(
+        self, kind: IoKind, accesses: tuple[Access, ...], *, site: str, layers: tuple[int, int] = ALL_LAYERS
+    ) -> int:
         """A transfer in no stream begins, on the calling thread. Returns the number ``io_end`` wants."""
         io = next(self._ios)
-        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), ALL_LAYERS, accesses))
+        self._emit(lambda op, thread, now: IoBegin(op, thread, now, io, kind, self._site(site), layers, accesses))
         return io
 
     def io_end(self, io: int) -> None:
@@ -395,12 +397,12 @@ class Recorder:
         """A query of ``event`` has returned; ``version`` is from before the call."""
 
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord | None:
-            if thread in event.known_to:
+            if event.known_to.get(thread) == event.stamp:
                 return None
             if result:
                 if not self._settled(event, version):
                     return None
-                event.known_to.add(thread)
+                event.known_to[thread] = event.stamp
             return EventQuery(op, thread, now, event.event_id, result)
 
         self._emit(build)
@@ -411,7 +413,7 @@ class Recorder:
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord | None:
             if not self._settled(event, version):
                 return None
-            event.known_to.add(thread)
+            event.known_to[thread] = event.stamp
             return EventSync(op, thread, now, event.event_id)
 
         self._emit(build)
@@ -661,7 +663,7 @@ class Recorder:
 
     def _settled(self, event: EventState, version: int) -> bool:
         """Whether no record of ``event`` was made since ``version``, nor was being made then."""
-        if event.version == version and not version & 1:
+        if event.stamp == version and not version & 1:
             return True
         self._uncertain += 1
         return False

@@ -33,6 +33,7 @@ from hicache_obs.findings import Hazard
 from hicache_obs.recorder.batch import Block
 from hicache_obs.recorder.process import pid_namespace, process_start
 from hicache_obs.records import (
+    ALL_LAYERS,
     HEADER_BYTES,
     KINDS,
     MAX_ACCESSES,
@@ -66,6 +67,7 @@ from hicache_obs.records import (
     Kernel,
     Lost,
     Memcpy,
+    Mode,
     OpId,
     PageAlloc,
     PageFree,
@@ -78,6 +80,7 @@ from hicache_obs.records import (
     RingWord,
     RowsDiscarded,
     SlotAccess,
+    Space,
     StreamId,
     TensorAlloc,
     TensorFree,
@@ -100,6 +103,9 @@ _pack_plain: Final = _plain.pack_into
 pack_plain: Final = _plain.pack
 """A whole slot of a record without cells: first word, op, host_ns, a, b. The rest is zeros."""
 _pack_work: Final = tuple(struct.Struct("<Qqqqqqqii" + "BBHIQ" * count).pack_into for count in range(MAX_ACCESSES + 1))
+_pack_round: Final = _pack_work[2]
+_ALL_END: Final = ALL_LAYERS[1]
+_DEVICE, _READS, _WRITES = int(Space.DEVICE), Mode.READ | SLOT_LIST, Mode.WRITE | SLOT_LIST
 _pack_cells: Final = tuple(struct.Struct(_HEAD + "BBHIQ" * count).pack_into for count in range(MAX_ACCESSES + 1))
 _cell_words: Final = tuple(struct.Struct("<" + "BBHIQ" * count).pack for count in range(MAX_ACCESSES + 1))
 _pack_text: Final = struct.Struct(f"{_HEAD}{MAX_TEXT_BYTES}s").pack_into
@@ -117,6 +123,14 @@ _MODES: Final = tuple(CaptureMode)
 
 # Stores become visible in program order on x86; elsewhere a record could appear before its contents.
 _STRONG_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
+
+
+class Numbers(Protocol):
+    """Consecutive 64-bit integers: an ``array`` of them."""
+
+    def __len__(self) -> int: ...
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 
 class RecordSink(Protocol):
@@ -148,6 +162,19 @@ class BlockSink(RecordSink, Protocol):
         self, word: int, op: int, host_ns: int, numbers: tuple[int, int, int, int], layers: tuple[int, int],
         accesses: tuple[Access, ...],
     ) -> bool: ...  # fmt: skip
+
+    def put_round(
+        self,
+        word: int,
+        op: int,
+        host_ns: int,
+        stream: int,
+        site: int,
+        group: int,
+        pool: int,
+        lists: Numbers,
+        split: int,
+    ) -> bool: ...
 
     def put_packed(self, slot: bytes) -> bool: ...
 
@@ -194,6 +221,8 @@ class RingWriter:
         self._slot_words = np.frombuffer(
             self._map, dtype="<i8", count=slots * SLOT_BYTES // 8, offset=HEADER_BYTES
         ).reshape(slots, SLOT_BYTES // 8)
+        self._arena_view = memoryview(self._map)[HEADER_BYTES + slots * SLOT_BYTES :].cast("q")
+        """The arena for lists of plain numbers: they take numpy five times as long."""
         self._slots = slots
         self._arena_words = arena_words
         self._head = 0
@@ -346,6 +375,46 @@ class RingWriter:
         self._publish(head + 1)
         return True
 
+    def put_round(
+        self,
+        word: int,
+        op: int,
+        host_ns: int,
+        stream: int,
+        site: int,
+        group: int,
+        pool: int,
+        lists: Numbers,
+        split: int,
+    ) -> bool:
+        """As ``put_work``, for a kernel of all layers that writes and reads slots of one device pool.
+
+        Args:
+            lists: The slot list of what it writes and, from word ``split`` on, that of what it reads. No other record
+                shares them: nothing is remembered of them.
+        """
+        head, words, count, start = self._head, self._words, len(lists), self._arena_head
+        place, end = start % self._arena_words, start + count
+        if (
+            head >= self._full_at
+            or self._any_lost
+            or self._busy
+            or not self._open
+            or not words[_MODE]
+            or place + count > self._arena_words
+            or end - self._arena_tail_seen > self._arena_words
+            or end - self._arena_low > self._arena_words // 2
+        ):
+            return False
+        words[_ARENA_HEAD] = self._arena_head = end  # before the words are overwritten
+        self._arena_view[place : place + count] = lists
+        _pack_round(
+            self._map, HEADER_BYTES + head % self._slots * SLOT_BYTES, word, op, host_ns, stream, site, group, 0,
+            0, _ALL_END, _DEVICE, _WRITES, pool, split, start, _DEVICE, _READS, pool, count - split, start + split,
+        )  # fmt: skip
+        self._publish(head + 1)
+        return True
+
     def put_packed(self, slot: bytes) -> bool:
         """As ``append``, for a record that is ``pack_plain``'s."""
         if not self.writable:
@@ -446,6 +515,7 @@ class RingWriter:
             self._arena = np.zeros(0, dtype=np.int64)
             self._slot_words = self._arena.reshape(0, SLOT_BYTES // 8)
             self._words.release()
+            self._arena_view.release()
             try:
                 self._map.close()
             except BufferError:  # forked in the middle of another thread's append: it holds the map for ever

@@ -13,7 +13,7 @@ from hicache_obs.recorder.batch import Batch, Measured, Shapes
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lane
 from hicache_obs.recorder.recorder import Recorder
-from hicache_obs.recorder.ring import BlockSink, plain_record
+from hicache_obs.recorder.ring import BlockSink, Numbers, plain_record
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
@@ -38,6 +38,8 @@ from hicache_obs.streams.protocol import Stream
 
 _KERNEL: Final = KINDS.index(Kernel)
 _MEMCPY: Final = KINDS.index(Memcpy)
+_ROUND: Final = _KERNEL | 2 << 8
+"""A kernel with two accesses."""
 
 
 class ServerRecorder(Recorder):
@@ -120,6 +122,7 @@ class ServerRecorder(Recorder):
         """Put what the calling thread has batched into the ring, as one block."""
         lane = self._lanes.lane
         batch, lane.batch = lane.batch, None
+        lane.waits_on = lane.waits_handle = None
         if batch is None or not batch.steps or not self.on:
             return
         started = time.perf_counter_ns()
@@ -127,21 +130,24 @@ class ServerRecorder(Recorder):
             with self._lock:
                 if self._busy:
                     self._sink.drop(DropReason.RECORDER_ERROR, len(batch.steps))
+                    batch.close()
                     return
                 self._busy = True
                 try:
                     op, thread = self._next_op, self._thread()
                     self._stream(batch.stream)
-                    block = self._shapes.block(batch, op, thread, self._site(batch.site), self._clock())
-                    self._next_op = OpId(op + len(batch.steps))
-                    self._last_on[batch.stream.stream_id] = self._next_op - 1
-                    self._blocks.append_block(block)
+                    if batch.whole:
+                        block = self._shapes.block(batch, op, thread, self._site(batch.site), self._clock())
+                        self._next_op = OpId(op + len(block))
+                        self._last_on[batch.stream.stream_id] = self._next_op - 1
+                        self._blocks.append_block(block)
+                    else:  # nobody knows what was launched of it
+                        self._sink.drop(DropReason.RECORDER_ERROR, len(batch.steps))
                     self._row_of_failures = 0
                 finally:
                     self._busy = False
                     self._hook_ns += time.perf_counter_ns() - started
-                    for state in batch.states:
-                        state.version += 1
+                    batch.close()
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
             self._failed(error)
 
@@ -159,6 +165,33 @@ class ServerRecorder(Recorder):
 
         self._emit(build)
         self._await_times(issued, measured)
+
+    def put_round(
+        self, lane: Lane, stream: Stream, site: str, group: int, pool: int, lists: Numbers, split: int
+    ) -> bool:
+        """``enqueue`` of a kernel (``RingWriter.put_round``). May raise, as ``put``.
+
+        Args:
+            lane: The calling thread's.
+
+        Returns:
+            False if nothing was done, as something is new, full, lost or late: then ``enqueue`` sees to it.
+        """
+        handle, number = stream.stream_id, self._sites.get(site)
+        if number is None or lane.batch is not None or lane.number < 0 or handle not in self._streams or not self._on:
+            return False
+        self._acquire()
+        try:
+            op = self._next_op
+            if self._busy or not self._blocks.put_round(
+                _ROUND | lane.number << 32, op, self._clock(), handle, number, group, pool, lists, split
+            ):
+                return False
+            self._last_on[handle] = op
+            self._next_op = op + 1  # type: ignore[assignment] # as in put
+            return True
+        finally:
+            self._release()
 
     def _enqueue(self, stream: Stream, work: Work, measured: Measured | None) -> bool:
         """As ``enqueue`` where nothing is new, full or lost: packed at once."""

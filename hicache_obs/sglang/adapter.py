@@ -34,6 +34,8 @@ class Adapter:
         versions: Releases that have it.
         before, after, failed: See the type aliases; each may be absent.
         direct: In place of these three.
+        short: ``short(session, guard, original, hooked)`` makes what takes the place of ``hooked``, the hooked method,
+            where it has two plain arguments (``shorten``).
         hazards: What cannot be observed where the target is missing.
         group: While a call of a group runs, further calls of that group on the same thread are the engine's own
             business and not recorded: ``wait_stream`` is made of ``record`` and ``wait``.
@@ -46,6 +48,7 @@ class Adapter:
     after: After | None = None
     failed: Failed | None = None
     direct: Direct | None = None
+    short: Callable[..., Callable[..., Any]] | None = None
     hazards: tuple[Hazard, ...] = field(default=())
     group: str = ""
     optional: bool = False

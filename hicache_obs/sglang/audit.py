@@ -80,6 +80,7 @@ _TREE: Final = ("mem_cache/unified_radix_cache.py",)
 _DECODE: Final = ("disaggregation/decode.py",)
 _OFFLOAD: Final = ("disaggregation/decode_kvcache_offload_manager.py",)
 _LINKER: Final = ("mem_cache/unified_cache/unified_cache_linker.py",)
+_MOONCAKE: Final = ("mem_cache/storage/mooncake_store/mooncake_direct_linker.py",)
 _HISPARSE: Final = ("managers/hisparse_coordinator.py",)
 _DEDUP: Final = ("mem_cache/mla_host_dedup.py",)
 _RESULTS: Final = (
@@ -165,20 +166,21 @@ PATHS: Final = (
     ),
     Way(
         "linkers, offload",
-        Probe(_LINKER, "UnifiedCacheLinker", r"class UnifiedCacheLinker"),
-        "events recorded on the current and the forward stream, which a linker has to wait for",
+        Probe(_MOONCAKE, "MooncakeDirectLinker.offload", r"def offload"),
+        "the offload thread waits for events of the current and of the forward stream",
         (Probe(_LINKER, "UnifiedCacheLinker.record_offload_ready", r"record\(self\.forward_stream\)"),),
-        _READ,
+        "run: make test-sglang, Mooncake's linker over a stand-in of its store",
         "the linker reads pages that a round in flight still writes",
         "kv_written.record(self.forward_stream)",
-        sure=False,
     ),
     Way(
         "linkers, load",
-        Probe(_LINKER, "UnifiedCacheLinker", r"class UnifiedCacheLinker"),
-        "each linker's own transfer engine",
-        (),
-        "needs the linker's library and a GPU",
+        Probe(_MOONCAKE, "MooncakeDirectLinker.start_layer_wise_loading", r"def start_layer_wise_loading"),
+        "the load thread waits for an event of the schedule stream, which has waited for the forward stream",
+        (Probe(_MOONCAKE, "MooncakeDirectLinker.start_layer_wise_loading", r"self\.forward_stream"),),
+        "run: make test-sglang, Mooncake's linker over a stand-in of its store",
+        "a round in flight overwrites what is loaded into pages that were freed under it",
+        "device_module.current_stream().wait_stream(self.forward_stream)",
     ),
     Way(
         "MLA host deduplication",

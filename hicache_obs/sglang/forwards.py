@@ -12,11 +12,11 @@ from typing import Any, Final
 from hicache_obs.findings import Hazard
 from hicache_obs.records import ALL_LAYERS
 from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.captures import capturing
 from hicache_obs.sglang.guard import Around, Guard
-from hicache_obs.sglang.round_pages import round_accesses
+from hicache_obs.sglang.round_pages import PlainRound, round_accesses
 from hicache_obs.sglang.rounds import SITE, Round, end_segment
 from hicache_obs.sglang.session import Session
-from hicache_obs.sglang.streams import capturing
 from hicache_obs.sglang.versions import Versions
 
 _FORWARD: Final = (
@@ -30,18 +30,23 @@ _FORWARD: Final = (
 
 
 def _before_forward(session: Session, runner: Any, batch: Any, *_: Any, **__: Any) -> Round | None:
-    lane = session.local
+    lane = session.lanes.lane
     lane.round = None
     written = batch.out_cache_loc
-    if written is None or not written.numel() or capturing():
+    if written is None or capturing() or not written.numel():
         return None
     raw = session.raw_current_stream()
     session.forward_stream = raw
-    accesses = round_accesses(session, runner, batch, written)
-    if not accesses:
+    touches = round_accesses(session, runner, batch, written)
+    if not touches:
         return None
-    group = lane.round_group or session.number()
-    this = lane.round = Round(session.stream(raw, "forward"), raw, accesses, group, session.start_timing(raw))
+    this = lane.round = Round(
+        session.stream(raw, "forward"),
+        raw,
+        touches,
+        lane.round_group or session.number(),
+        session.start_timing(raw) if session.timed else None,
+    )
     return this
 
 
@@ -72,7 +77,8 @@ def _forward(session: Session, guard: Guard) -> Around:
 
 
 def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> None:
-    session.local.round = None
+    lane = session.lanes.lane
+    lane.round = None
     if this is None:
         return
     if this.graph >= 0:
@@ -80,8 +86,15 @@ def _after_forward(session: Session, this: Round | None, *_: Any, **__: Any) -> 
             this.stream, this.graph, this.accesses, site=SITE, group=this.group, early=this.early
         )
     else:
-        end_segment(session, this, ALL_LAYERS[1])
-    session.recorder.flush_batch()
+        plain = this.touches
+        if (
+            type(plain) is not PlainRound
+            or this.measured is not None
+            or not session.recorder.put_round(lane, this.stream, SITE, this.group, plain.pool, plain.lists, plain.split)
+        ):
+            end_segment(session, this, ALL_LAYERS[1])
+    if lane.batch is not None:
+        session.recorder.flush_batch()
 
 
 def _after_replay(session: Session, _: object, __: object, graphs: Any, *___: Any, **____: Any) -> None:
@@ -112,6 +125,35 @@ def _failed_draft(session: Session, this: Round | None) -> None:
         _after_forward(session, this)
 
 
+def _after_prepare(session: Session, _: object, __: object, steps: Any, batch: Any, *___: Any, **____: Any) -> None:
+    """A multi-layer draft: its steps' graphs are replayed out of buffers that were filled from this batch."""
+    session.local.draft_batch = steps, batch
+
+
+def _before_step(session: Session, steps: Any, step: int, *_: Any, **__: Any) -> list[Round]:
+    """One step's graph, with a model runner and a pool of its own; or, at the first, the one graph of all steps."""
+    lane, together = session.local, bool(getattr(steps, "rotates_in_graph", False))
+    prepared, batch = lane.draft_batch
+    if prepared is not steps or (together and step) or lane.round is not None:
+        return []
+    runners = steps.runners if together else steps.runners[step : step + 1]
+    if together or step + 1 >= len(steps.runners):
+        lane.draft_batch = None, None
+    rounds = []
+    for runner in runners:
+        this = None if runner is None else _before_forward(session, runner.model_runner, batch)
+        lane.round = None
+        if this is not None:
+            this.graph = session.graph(steps, (getattr(steps, "bs", None), None if together else step))
+            rounds.append(this)
+    return rounds
+
+
+def _after_step(session: Session, rounds: list[Round], *_: Any, **__: Any) -> None:
+    for this in rounds:
+        _after_forward(session, this)
+
+
 def _before_batch(session: Session, scheduler: Any, *_: Any, **__: Any) -> int:
     outer = session.local.round_group
     session.local.round_group = session.number()
@@ -138,6 +180,17 @@ def _draft(name: str, method: str, versions: Versions) -> Adapter:
         after=_after_draft,
         failed=_failed_draft,
         optional=True,
+    )
+
+
+_MULTI: Final = "multi_layer_eagle_draft_extend_cuda_graph_runner"
+_STEPS: Final = f"{_SPECULATIVE}.{_MULTI}.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner"
+_ONE_GRAPH: Final = f"{_SPECULATIVE}.{_MULTI}.OneGraphMultiLayerEagleMultiStepDraftExtendCudaGraphRunner"
+
+
+def _steps(target: str, versions: Versions) -> Adapter:
+    return Adapter(
+        f"{target}.replay", versions, before=_before_step, after=_after_step, failed=_after_step, optional=True
     )
 
 
@@ -174,4 +227,8 @@ FORWARD_ADAPTERS: Final = (
     ),
     _draft("eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner", "execute", Versions("0.5.14")),
     _draft("frozen_kv_mtp_cuda_graph_runner.FrozenKVMTPCudaGraphRunner", "execute", Versions("0.5.14")),
+    _draft(f"{_MULTI}.MultiLayerEagleDraftExtendCudaGraphRunner", "execute", Versions("0.5.14", "0.5.18")),
+    Adapter(f"{_STEPS}.prepare", Versions("0.5.15"), after=_after_prepare, optional=True),
+    _steps(_STEPS, Versions("0.5.15")),
+    _steps(_ONE_GRAPH, Versions("0.5.15")),
 )

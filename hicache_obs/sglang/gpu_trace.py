@@ -18,8 +18,8 @@ from typing import Any, Final
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT
 from hicache_obs.records import Purpose
+from hicache_obs.sglang.captures import capturing
 from hicache_obs.sglang.session import MAX_FAILURES, Session
-from hicache_obs.sglang.streams import capturing
 
 TARGET: Final = "torch.cuda._gpu_trace"
 MAX_HANDLES: Final = 1 << 16
@@ -91,7 +91,7 @@ class GpuTrace:
 
     def _event_synchronized(self, event: int) -> None:
         state = self._state(event)
-        self._session.recorder.event_synchronized(state, state.version)
+        self._session.recorder.event_synchronized(state, state.stamp)
 
     def _stream_synchronized(self, stream: int) -> None:
         recorder, where = self._session.recorder, self._session.stream_of(stream)

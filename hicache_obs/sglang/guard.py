@@ -46,9 +46,12 @@ def hooked_here(owner: Any, name: str, original: Around) -> bool:
 def around(session: Session, adapter: Adapter) -> Around:
     """The hook for ``adapter``. It is off after ``MAX_FAILURES`` failures of its own."""
     guard = Guard(session, adapter)
-    if adapter.direct is not None:
-        direct: Around = adapter.direct(session, guard)
-        return direct
+    made = _around(session, adapter, guard) if adapter.direct is None else adapter.direct(session, guard)
+    made.guard = guard  # type: ignore[attr-defined] # for ``shorten``
+    return made
+
+
+def _around(session: Session, adapter: Adapter, guard: Guard) -> Around:
     before, after, failed, group = adapter.before, adapter.after, adapter.failed, adapter.group
     lanes, counters = session.lanes, session.counters
 

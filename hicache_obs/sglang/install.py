@@ -20,6 +20,7 @@ from hicache_obs.sglang.launch import start_agent
 from hicache_obs.sglang.page_ids import PageReader
 from hicache_obs.sglang.resolve import Found, resolve
 from hicache_obs.sglang.session import Session
+from hicache_obs.sglang.shorten import shorten
 from hicache_obs.sglang.table import CPU_ADAPTERS, CUDA_ADAPTERS, SGLANG_ADAPTERS, TENSOR_ADAPTERS
 from hicache_obs.sglang.versions import Version, parse_version
 from hicache_obs.streams.protocol import Device
@@ -43,12 +44,14 @@ class Installed:
     Attributes:
         session: Of this process.
         hooked: Targets that were registered.
+        hooks: The rows of these, each with its hook.
         missing: Targets of this release that are not there, with what they are instead.
     """
 
     session: Session
     hooked: tuple[str, ...]
     missing: dict[str, Found]
+    hooks: tuple[tuple[Adapter, Around], ...] = ()
 
 
 def install(session: Session, adapters: Iterable[Adapter], engine_version: Version, register: Register) -> Installed:
@@ -56,23 +59,29 @@ def install(session: Session, adapters: Iterable[Adapter], engine_version: Versi
 
     Names are looked up in source files: nothing is imported.
     """
-    hooked: list[str] = []
+    hooked: list[tuple[Adapter, Around]] = []
     missing: dict[str, Found] = {}
     for adapter in adapters:
         if engine_version not in adapter.versions:
             continue
         found = resolve(adapter.target)
         if found is Found.FUNCTION:
-            register(adapter.target, around(session, adapter))
-            hooked.append(adapter.target)
+            hook = around(session, adapter)
+            register(adapter.target, hook)
+            hooked.append((adapter, hook))
         elif not adapter.optional:
             missing[adapter.target] = found
             session.unobservable(adapter.hazards, f"{adapter.target} is {found.value}")
-    return Installed(session, tuple(hooked), missing)
+    return Installed(session, tuple([row.target for row, _ in hooked]), missing, tuple(hooked))
 
 
-UNSEEN: Final = (Hazard.RELOCATION, Hazard.METADATA_WAR, Hazard.RDMA, Hazard.TP_DIVERGENCE)
-"""No row records page moves, index buffers, remote transfers or collectives."""
+UNSEEN: Final = {
+    Hazard.RELOCATION: "page moves are not recorded",
+    Hazard.METADATA_WAR: "index buffers are not recorded",
+    Hazard.RDMA: "of remote transfers only a Mooncake linker's are recorded, not those between servers",
+    Hazard.TP_DIVERGENCE: "collectives are not recorded",
+}
+"""What no row records, or not all of it."""
 INSTALLED: Final[list[Installed]] = []
 """What ``install_sglang`` did in this process; empty, or one entry."""
 
@@ -98,7 +107,8 @@ def install_sglang() -> Installed | None:
         timing=_timing_device if _has_cuda() else None,
         on_open=_on_open,
     )
-    session.unobservable(UNSEEN, "SGLang's hooks do not record what it is about")
+    for hazard, reason in UNSEEN.items():
+        session.unobservable((hazard,), reason)
     arguments = {} if frame is None else {name: frame.f_locals.get(name) for name in ("tp_rank", "pp_rank", "dp_rank")}
     adapters = [*SGLANG_ADAPTERS, *_device_adapters(), *EXTRA_ADAPTERS]
     if read_text("tensor_syncs")[0] == "on":
@@ -164,6 +174,8 @@ def _on_open(session: Session) -> None:
             if applied is not None and target not in applied:
                 session.unobservable(hazards.get(target, ()), f"SGLang could not hook {target}")
         session.recorder.status("hooks", len(installed.hooked))
+        registered = getattr(HookRegistry, "_hooks", {})
+        shorten(session, [one for one in installed.hooks if len(registered.get(one[0].target, ())) == 1])
     if read_text("agent")[0] == "on":
         start_agent()
 

@@ -120,14 +120,18 @@ class Convert:
         first_slots_only, skip_zero: See ``slot_list_head``.
     """
 
-    __slots__ = ("_head",)
+    __slots__ = ("_head", "_words")
 
     def __init__(self, page_size: int, *, first_slots_only: bool = False, skip_zero: bool = False) -> None:
         self._head = slot_list_head(page_size, first_slots_only=first_slots_only, skip_zero=skip_zero)
+        self._words = len(self._head)
 
     def __call__(self, slots: Numbers) -> PageIds:
         """The slot list, a fresh ``(3 + n,) int64``; pages are made of it by whoever reads the ring."""
-        return np.concatenate((self._head, slots), dtype=np.int64, casting="unsafe")
+        words = np.empty(self._words + len(slots), dtype=np.int64)
+        words[: self._words] = self._head
+        words[self._words :] = slots
+        return words
 
 
 @lru_cache(maxsize=256)

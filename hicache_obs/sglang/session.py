@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, cast
 
 from hicache_obs.config import read_setting
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.batch import Measured
+from hicache_obs.recorder.batch import Learned, Measured
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.hold_back import HoldBack
 from hicache_obs.recorder.lane import Lane, Lanes
@@ -123,6 +123,12 @@ class Session:
         """Wants to know the handles of events, if somebody does."""
         self.copies: Any = None
         """The ``CopyCheck`` of this session, from its first copy on."""
+        self.submissions: Final[dict[tuple[object, ...], tuple[Learned, object]]] = {}
+        """What is known of load-backs (``Submission``), and what keeps their keys' ids from becoming others'."""
+        self.pairs: Final[dict[tuple[int, int], Any]] = {}
+        """What is known of a host and a device pool that pages are copied between, by their ids."""
+        self.links: Any = None
+        """The ``Links`` of this session, from its first linker on."""
         self.missing: Final[dict[Hazard, str]] = {}
         """Why each hazard cannot be observed."""
         self.rounds: Final[dict[int, Any]] = {}
@@ -137,6 +143,8 @@ class Session:
         self._reader = reader
         self._ranks = ranks
         self._timing = timing
+        self.timed: Final = timing is not None
+        """Whether anything is measured at all."""
         self._clock: Device | None = None
         self._on_open = on_open
         self._lock = threading.RLock()

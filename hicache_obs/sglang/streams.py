@@ -9,21 +9,20 @@ packed record each, instead of the guard's layers.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
-from hicache_obs.recorder.batch import MAX_SINGLE_LAYERS, segment_step
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.recorder import StreamMark
 from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
 from hicache_obs.records import Purpose
 from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.captures import capture_question
 from hicache_obs.sglang.guard import Around, Guard, hooked_here
 from hicache_obs.sglang.rounds import wait_for_layer, waited
 from hicache_obs.sglang.session import IN_STREAM_CALL, Session
+from hicache_obs.sglang.short_streams import short_record, short_wait, short_wait_event, short_wait_stream
 
 ORDERED: Final = tuple(hazard for hazard in Hazard if hazard is not Hazard.TP_DIVERGENCE)
 """Without the calls that make order, everything that is judged by order is out of sight."""
@@ -36,24 +35,27 @@ def stream_adapters(stream: str, event: str, *, optional: bool = False) -> tuple
         optional: The classes may lack a method (torch's CPU module does): that costs nothing.
     """
 
-    def row(name: str, before: Any = None, after: Any = None, *, direct: Any = None, vital: bool = True) -> Adapter:
+    def row(
+        name: str, before: Any = None, after: Any = None, *, direct: Any = None, short: Any = None, vital: bool = True
+    ) -> Adapter:
         return Adapter(
             name,
             before=before,
             after=after,
             direct=direct,
+            short=short,
             hazards=ORDERED if vital and not optional else (),
             group=IN_STREAM_CALL,
             optional=optional,
         )
 
     return (
-        row(f"{stream}.wait_stream", direct=_wait_stream),
-        row(f"{stream}.wait_event", direct=_stream_waits),
+        row(f"{stream}.wait_stream", direct=_wait_stream, short=short_wait_stream),
+        row(f"{stream}.wait_event", direct=_stream_waits, short=short_wait_event),
         row(f"{stream}.synchronize", _before_stream_sync, _after_stream_sync),
         row(f"{stream}.query", _before_stream_query, _after_stream_query, vital=False),
-        row(f"{event}.record", direct=_record),
-        row(f"{event}.wait", direct=_event_waits),
+        row(f"{event}.record", direct=_record, short=short_record),
+        row(f"{event}.wait", direct=_event_waits, short=short_wait),
         row(f"{event}.synchronize", _before_event_sync, _after_event_sync),
         row(f"{event}.query", _before_event_sync, _after_event_query),
         row(f"{event}.elapsed_time", _before_elapsed, _after_elapsed, vital=False),
@@ -63,26 +65,6 @@ def stream_adapters(stream: str, event: str, *, optional: bool = False) -> tuple
 def device_sync_adapter(target: str) -> Adapter:
     """The row for a device module's ``synchronize``."""
     return Adapter(target, before=_before_device_sync, after=_after_device_sync, group=IN_STREAM_CALL)
-
-
-def capturing() -> bool:
-    """Whether the current stream is being captured into a graph. Never initialises a device."""
-    ask = capture_question()
-    return ask is not None and ask()
-
-
-@cache
-def capture_question() -> Callable[[], bool] | None:
-    """What answers ``capturing``; ``None`` where this torch has no graphs to capture. Asked once per hook."""
-    torch = sys.modules.get("torch")
-    if torch is None or not (torch.version.cuda or torch.version.hip):
-        return None
-    cuda = torch.cuda
-
-    def ask() -> bool:
-        return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
-
-    return ask
 
 
 def _record(session: Session, guard: Guard) -> Around:
@@ -101,7 +83,10 @@ def _record(session: Session, guard: Guard) -> Around:
             except AttributeError:
                 known = session.event(event)
             if known.layer >= 0 and not args and (batch := lane.batch) is not None and batch.direction is not None:
-                batch.record(known)
+                if batch.learned is None:
+                    batch.record(known)
+                else:
+                    batch.seen += 1
                 if hooked_here(event, "record", original):
                     event.record = _layer_record(session, guard, original, event, known, event.record)
             elif in_graph is None or not in_graph():
@@ -137,19 +122,16 @@ def _layer_record(
     """
     lanes, counters, step = session.lanes, session.counters, state.step
 
-    def record(*args: Any, **kwargs: Any) -> Any:
+    def record(stream: Any = None) -> Any:
         lane = lanes.lane
         batch = lane.batch
-        if (
-            batch is None
-            or batch.direction is None
-            or lane.in_stream_call
-            or args
-            or kwargs
-            or guard.off
-            or not session.ready
-        ):
-            return hooked(*args, **kwargs)
+        if batch is None or stream is not None:
+            return hooked() if stream is None else hooked(stream)
+        if batch.learned is not None:
+            batch.seen += 1
+            return original(event)
+        if batch.direction is None or lane.in_stream_call or guard.off or not session.ready:
+            return hooked()
         counters.calls += 1
         state.version += 1  # as ``batch.record``
         if state.known_to:
@@ -180,23 +162,15 @@ def _stream_waits(session: Session, guard: Guard) -> Around:
 
     def hook(original: Around, stream: Any, *args: Any, **kwargs: Any) -> Any:
         lane = lanes.lane
-        batch, this = lane.batch, lane.round
-        if batch is None or this is None or batch is not this.batch or lane.in_stream_call or guard.off:
+        batch = lane.batch
+        if batch is None or batch.raw is None or lane.in_stream_call or guard.off or not session.ready:
             return wait(original, stream, args[0] if args else kwargs.get("event"), (stream, *args), kwargs)
         batched = False
         try:
             state = args[0]._hicache_obs
-            layer = state.layer
-            if layer >= 0 and (stream is this.raw or session.stream(stream) is this.stream):
+            if state.layer >= 0 and (stream is batch.raw or session.stream(stream) is batch.stream):
                 batched = True
-                if state.waited_by is not this or state.waited_version != state.version:
-                    state.waited_by, state.waited_version = this, state.version
-                    begin = this.next_layer
-                    if layer > begin:
-                        alone = layer == begin + 1 and layer < MAX_SINGLE_LAYERS
-                        batch.step(batch.layers[begin] if alone else segment_step(begin, layer))
-                        this.next_layer = layer
-                    batch.step(state.step)
+                batch.step(state)
         except (AttributeError, IndexError):  # an event that is not known yet, or named
             pass
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
@@ -310,7 +284,7 @@ def _wait_stream(session: Session, guard: Guard) -> Around:
 
 def _before_event_sync(session: Session, event: Any, *_: Any) -> tuple[EventState, int]:
     state = session.event(event)
-    return state, state.version
+    return state, state.stamp
 
 
 def _after_event_sync(session: Session, before: tuple[EventState, int], *_: Any) -> None:

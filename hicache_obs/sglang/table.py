@@ -6,6 +6,7 @@ from typing import Final
 
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.forwards import FORWARD_ADAPTERS
+from hicache_obs.sglang.linkers import LINKER_ADAPTERS
 from hicache_obs.sglang.pages import PAGE_ADAPTERS
 from hicache_obs.sglang.storage import STORAGE_ADAPTERS
 from hicache_obs.sglang.streams import device_sync_adapter, stream_adapters
@@ -16,6 +17,7 @@ SGLANG_ADAPTERS: Final[tuple[Adapter, ...]] = (
     *PAGE_ADAPTERS,
     *TRANSFER_ADAPTERS,
     *STORAGE_ADAPTERS,
+    *LINKER_ADAPTERS,
     *FORWARD_ADAPTERS,
 )
 """Rows that every device shares. 0.5.11 is the first release with plugins; an open range includes unknown ones."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 from hicache_obs.findings import Hazard
 from hicache_obs.recorder.batch import Batch, Measured
 from hicache_obs.recorder.lane import Lane
-from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, Purpose, SlotAccess, Space, Work
+from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, PageIds, Purpose, SlotAccess, Space, Work
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.copy_check import CopyCheck
 from hicache_obs.sglang.fences import add_load_fence, add_write_fence
@@ -22,6 +22,7 @@ from hicache_obs.sglang.page_ids import Wanted, convert
 from hicache_obs.sglang.pages import page_size
 from hicache_obs.sglang.rounds import TIME_EVERY
 from hicache_obs.sglang.session import Session
+from hicache_obs.sglang.submissions import Submission
 from hicache_obs.sglang.versions import Versions
 
 _REMEMBERED: Final = 8
@@ -93,8 +94,29 @@ def write_stream(controller: Any) -> Any:
     return controller.write_stream if engine is None else engine.device_to_host_stream
 
 
-def _before_submit_load(session: Session, engine: Any, *_: Any, **__: Any) -> None:
+def _before_submit_load(session: Session, engine: Any, *args: Any, **kwargs: Any) -> Submission | None:
     _before_submit(session, engine.host_to_device_stream, LOAD_BACK, add_load_fence)
+    transfers, done = args[0] if args else kwargs.get("transfers"), kwargs.get("on_layer_done")
+    if not transfers or done is None or session.gpu_trace is not None:
+        return None
+    layers = kwargs.get("transfer_layer_id_max", kwargs.get("layer_num"))
+    session.local.submission = made = Submission(session, transfers, done, layers)
+    return made
+
+
+def _after_submit_load(session: Session, made: Submission | None, *_: Any, **__: Any) -> None:
+    _end_submission(session, made, whole=True)
+
+
+def _failed_submit_load(session: Session, made: Submission | None) -> None:
+    _end_submission(session, made, whole=False)
+
+
+def _end_submission(session: Session, made: Submission | None, *, whole: bool) -> None:
+    session.local.submission = None
+    if made is not None:
+        session.recorder.flush_batch()
+        made.end(whole=whole)
 
 
 def _before_submit_write(session: Session, engine: Any, *_: Any, **__: Any) -> None:
@@ -108,6 +130,18 @@ def _before_submit(session: Session, stream: Any, role: str, add_fence: Callable
         session.local.transfer = session.number()
         if session.enforcing:
             add_fence(session, stream)
+
+
+class _Pair:
+    """A host pool and a device pool that pages are copied between: what their slots are recorded as."""
+
+    def __init__(self, session: Session, host_pool: Any, device_pool: Any) -> None:
+        if getattr(device_pool, "host_transfer_translate", None) is not None:
+            session.unobservable((*_LOADS, *_WRITES), "the device pool moves pages: its ids are virtual")
+        self.host_words: Final = convert(page_size(host_pool))
+        self.device_words: Final = convert(page_size(device_pool), skip_zero=True)
+        self.host: Final = session.pool(host_pool, Space.HOST)
+        self.device: Final = session.pool(device_pool, Space.DEVICE)  # the session keeps both
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +170,10 @@ def _load_layer(session: Session, guard: Guard) -> Around:
             host_pool, device_pool, there, here, layer = args[:5] if len(args) > 4 else _named(args, kwargs)
             batch = lane.batch
             if batch is not None and _goes_on(batch, lane, host_pool, there, here):
-                batch.work(int(layer), int(layer) + 1)
+                if batch.learned is None:
+                    batch.work(int(layer), int(layer) + 1)
             else:
-                copy = _first_of_layers(session, host_pool, device_pool, there, here, int(layer))
+                copy = _first_of_layers(session, host_pool, device_pool, there, here, int(layer), original)
                 _shorten(session, guard, original, host_pool)
             if session.failures:
                 session.hook_worked()
@@ -190,6 +225,7 @@ def _next_layer(session: Session, guard: Guard, original: Around, host_pool: Any
             or batch.there is not args[1]
             or batch.pool is not host_pool
             or batch.group != lane.transfer
+            or batch.learned is not None
             or lane.in_copy
             or guard.off
             or not session.ready
@@ -215,7 +251,13 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _first_of_layers(
-    session: Session, host_pool: Any, device_pool: Any, host_indices: Any, device_indices: Any, layer: int
+    session: Session,
+    host_pool: Any,
+    device_pool: Any,
+    host_indices: Any,
+    device_indices: Any,
+    layer: int,
+    original: Around,
 ) -> _Copy | None:
     """A layer with other pages than the one before: the rest that has them is batched with it, unless it is timed."""
     layers = (layer, layer + 1)
@@ -228,7 +270,9 @@ def _first_of_layers(
         batch = recorder.begin_batch(stream, work.site, work.group, work.direction)
     batch.use(work.accesses, work.size_bytes)
     batch.pool, batch.there, batch.here = host_pool, host_indices, device_indices
-    batch.work(*layers)
+    submission: Submission | None = session.local.submission
+    if (submission is None or not submission.began(batch, host_pool, original)) and batch.learned is None:
+        batch.work(*layers)
     return None
 
 
@@ -280,19 +324,24 @@ def _accesses(
     if known is not None:
         found: tuple[Access, ...] | None = known[0]
         return found
-    if getattr(device_pool, "host_transfer_translate", None) is not None:
-        session.unobservable((*_LOADS, *_WRITES), "the device pool moves pages: its ids are virtual")
+    pair = session.pairs.get((id(host_pool), id(device_pool)))
+    if pair is None:
+        pair = session.pairs[id(host_pool), id(device_pool)] = _Pair(session, host_pool, device_pool)
     load = direction is Direction.HOST_TO_DEVICE
     host_mode, device_mode = (Mode.READ, Mode.WRITE) if load else (Mode.WRITE, Mode.READ)
-    wanted = (
-        Wanted(host_indices, convert(page_size(host_pool))),
-        Wanted(device_indices, convert(page_size(device_pool), skip_zero=True)),
-    )
-    ids = session.ids(wanted)
+    if host_indices.is_cpu and device_indices.is_cpu:
+        ids: list[PageIds] | None = [
+            pair.host_words(host_indices.numpy().ravel()),
+            pair.device_words(device_indices.numpy().ravel()),
+        ]
+    else:
+        ids = session.ids((Wanted(host_indices, pair.host_words), Wanted(device_indices, pair.device_words)))
     accesses = None
     if ids is not None:
-        from_host = SlotAccess(Space.HOST, host_mode, ids[0], session.pool(host_pool, Space.HOST))
-        accesses = from_host, SlotAccess(Space.DEVICE, device_mode, ids[1], session.pool(device_pool, Space.DEVICE))
+        accesses = (
+            SlotAccess(Space.HOST, host_mode, ids[0], pair.host),
+            SlotAccess(Space.DEVICE, device_mode, ids[1], pair.device),
+        )
     while len(remembered) >= _REMEMBERED:
         del remembered[next(iter(remembered))]
     # The tensors are kept with it: their ids must not become other tensors'.
@@ -396,7 +445,14 @@ _BASE: Final = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
 TRANSFER_ADAPTERS: Final = (
     *_starts(f"{_CONTROLLER}.HiCacheController", Versions("0.5.11")),
     *_starts(_HYBRID, Versions("0.5.11", "0.5.18")),
-    Adapter(f"{_ENGINE}.submit_host_to_device", Versions("0.5.18"), before=_before_submit_load, hazards=_LOADS),
+    Adapter(
+        f"{_ENGINE}.submit_host_to_device",
+        Versions("0.5.18"),
+        before=_before_submit_load,
+        after=_after_submit_load,
+        failed=_failed_submit_load,
+        hazards=_LOADS,
+    ),
     Adapter(f"{_ENGINE}.submit_device_to_host", Versions("0.5.18"), before=_before_submit_write, hazards=_WRITES),
     _path(f"{_TREE}.backup_kv_cache", "retraction backup", Versions("0.5.21")),
     _path(f"{_TREE}.restore_kv_cache", "retraction restore", Versions("0.5.21")),

@@ -266,7 +266,8 @@ def cost(machine: Machine, rounds: int = 200) -> dict[str, Any]:
     with observed(machine) as session:
         hooked = per_round(Engine(machine))
     assert session.counters.errors == {}, session.counters.errors
-    return {"absent_us": plain, "observing_us": hooked, "added_us": hooked - plain}
+    calls = session.counters.calls
+    return {"absent_us": plain, "observing_us": hooked, "added_us": hooked - plain, "hooked_calls": calls}
 
 
 def copy_streams() -> dict[str, Any]:

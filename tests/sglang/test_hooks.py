@@ -10,7 +10,6 @@ import torch
 
 from hicache_obs.findings import Hazard
 from hicache_obs.readers import open_trace
-from hicache_obs.readers.ring import read_ring
 from hicache_obs.records import (
     ALL_LAYERS,
     CaptureMode,
@@ -30,84 +29,9 @@ from hicache_obs.records import (
 )
 from hicache_obs.sglang import forwards, pages, streams
 from hicache_obs.sglang.guard import around
-from hicache_obs.sglang.page_ids import PageReader
-from hicache_obs.sglang.session import IN_STREAM_CALL, Session
+from hicache_obs.sglang.session import IN_STREAM_CALL
 from hicache_obs.sglang.table import SGLANG_ADAPTERS
 from hicache_obs.sglang.tensors import TENSOR_ADAPTERS
-
-
-class Probe:
-    """An event pair that is complete as soon as it is over."""
-
-    def __init__(self, log):
-        self.log, self.over = log, False
-
-    def begin(self, stream):
-        self.log.append(("begin", stream.cuda_stream))
-
-    def end(self, stream):
-        self.log.append(("end", stream.cuda_stream))
-        self.over = True
-
-    def ready(self):
-        return self.over
-
-    def times_ns(self):
-        return 100, 200
-
-
-class Stream:
-    def __init__(self, handle):
-        self.cuda_stream = handle
-
-    def wait_stream(self, other):
-        self.waited_for = other
-
-
-class Server:
-    """A session and what the hooks are called with."""
-
-    def __init__(self, **options):
-        self.current = Stream(5)
-        self.log = []
-        self.clock = SimpleNamespace(probe=lambda: Probe(self.log), clock_error_ns=3)
-        self.session = Session(
-            "SGLang 0.5.23",
-            current_stream=lambda: self.current,
-            reader=PageReader(lambda: None, lambda ids: None),
-            timing=lambda: self.clock,
-            **options,
-        )
-        assert self.session.recording
-        self.pool = SimpleNamespace(page_size=4, layer_num=3)
-        table = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 0], [8, 9, 10, 11, 4, 5, 99, 99]], dtype=torch.int32)
-        self.runner = SimpleNamespace(
-            token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=table), marker=None
-        )
-        self.batch = SimpleNamespace(
-            out_cache_loc=torch.tensor([5, 0]),
-            seq_lens_cpu=torch.tensor([6]),
-            seq_lens=torch.tensor([6]),
-            req_pool_indices=torch.tensor([1]),
-        )
-
-    def call(self, name, *args, original=lambda *args, **kwargs: None, **kwargs):
-        row = next(row for row in SGLANG_ADAPTERS if row.target.endswith(name) and (0, 5, 23) in row.versions)
-        return around(self.session, row)(original, *args, **kwargs)
-
-    def records(self, *kinds):
-        self.session.recorder.resolve()
-        self.session.close()
-        assert self.session.counters.errors == {}
-        return [record for record in read_ring(self.session.ring.path) if isinstance(record, kinds)]
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    monkeypatch.setenv("HICACHE_OBS_DIR", str(tmp_path / "rings"))
-    monkeypatch.setenv("HICACHE_OBS_RING_SLOTS", "256")
-    monkeypatch.setenv("HICACHE_OBS_ARENA_IDS", "1024")
-    return Server
 
 
 def test_a_round_writes_its_slots_and_reads_its_requests_pages(server):
@@ -141,7 +65,7 @@ def layer_events(it):
     """The layer events of a controller that has started a load-back, and the hooks on a wait and on a record."""
     events = [SimpleNamespace() for _ in range(3)]
     counter = SimpleNamespace(events=[SimpleNamespace(load_events=events)])
-    engine = SimpleNamespace(host_to_device_stream=Stream(9))
+    engine = SimpleNamespace(host_to_device_stream=it.stream(9))
     it.call(
         "HiCacheController.start_loading",
         SimpleNamespace(load_queue=[1], l2_transfer_engine=engine, load_fence_stream=1, layer_done_counter=counter),
@@ -189,17 +113,6 @@ def test_a_layers_event_is_recorded_behind_its_copy(server):
     assert [access.ids.tolist() for access in records[4].accesses] == [[1, 2], [2, 3]]
 
 
-def hook_as_sglang_does(it, cls, name, row):
-    """The hook of ``row`` on a class, as SGLang's registry puts it there."""
-    original, hook = getattr(cls, name), around(it.session, row)
-
-    @functools.wraps(original)
-    def wrapper(*args, **kwargs):
-        return hook(original, *args, **kwargs)
-
-    setattr(cls, name, wrapper)
-
-
 class Restore:
     """A host pool and the layer events of a controller, of classes of their own, with hooks on them."""
 
@@ -220,8 +133,8 @@ class Restore:
 
         rows = {row.target: row for row in streams.stream_adapters("a.Stream", "a.Event")}
         load = next(row for row in SGLANG_ADAPTERS if row.target.endswith("load_to_device_per_layer_physical"))
-        hook_as_sglang_does(it, Pool, "load_to_device_per_layer_physical", load)
-        hook_as_sglang_does(it, Event, "record", rows["a.Event.record"])
+        it.hook(Pool, "load_to_device_per_layer_physical", load)
+        it.hook(Event, "record", rows["a.Event.record"])
         if outer is not None:  # somebody else's hooks, around ours
             Pool.load_to_device_per_layer_physical = outer(Pool.load_to_device_per_layer_physical)
             Event.record = outer(Event.record)
@@ -434,7 +347,7 @@ def test_the_current_stream_may_be_asked_for_by_its_handle_alone(server):
     row = next(row for row in streams.stream_adapters("a.Stream", "a.Event") if row.target == "a.Event.record")
     for _ in range(2):  # at first torch cannot tell yet
         around(it.session, row)(lambda event: None, SimpleNamespace())
-    it.current = Stream(77)
+    it.current = it.stream(77)
     it.session.stream(it.current, "forward")
     around(it.session, row)(lambda event: None, SimpleNamespace())
     assert [one.stream for one in it.records(EventRecord)] == [5, 77, 77]
@@ -458,40 +371,6 @@ def test_a_graph_replay_has_its_own_event_before_its_accesses(server):
     assert (replay.nodes, replay.accesses) == (2, ())
     assert first.event is not None
     assert (second.event, len(second.accesses)) == (None, 2)
-
-
-def draft_graphs(it):
-    pool = SimpleNamespace(page_size=4, layer_num=1)
-    runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=it.runner.req_to_token_pool)
-    return SimpleNamespace(model_runner=runner, _replay_graph_key=2)
-
-
-def test_a_draft_graph_outside_of_a_forward_is_a_round_of_its_own_pool(server):
-    it = server()
-    it.session.local.round_group = 17
-    it.call("ModelRunner.forward", it.runner, it.batch)
-    it.call("EAGLEDraftCudaGraphRunner.execute", draft_graphs(it), it.batch)
-    target, draft = it.records(Kernel, GraphReplay)
-    assert (type(target), type(draft)) == (Kernel, GraphReplay)
-    assert target.group == draft.group == 17  # one batch
-    assert [access.pool for access in target.accesses] == [0, 0]
-    assert [access.pool for access in draft.accesses] == [1, 1]
-    assert [access.ids.tolist() for access in draft.accesses] == [[1], [1, 2]]
-
-
-def test_a_draft_graph_inside_of_a_forward_is_that_round(server):
-    it = server()
-    graphs = draft_graphs(it)
-
-    def forward(runner, batch):
-        it.call("EAGLEDraftExtendCudaGraphRunner.execute", graphs, batch, None)
-
-    it.call("ModelRunner.forward", graphs.model_runner, it.batch, original=forward)
-    (replay,) = it.records(Kernel, GraphReplay)
-    assert replay.graph == 0
-    with pytest.raises(RuntimeError, match="theirs"):
-        it.call("FrozenKVMTPCudaGraphRunner.execute", graphs, it.batch, original=fails)
-    assert it.session.local.round is None
 
 
 def fails(*args, **kwargs):
@@ -567,7 +446,7 @@ def test_a_copy_that_is_faster_than_any_link_ran_on_another_stream(server, size_
 def test_enforce_issues_a_load_fence_once_there_is_a_round_and_only_where_none_is(server):
 
     it = server(mode=CaptureMode.ENFORCE)
-    load = Stream(9)
+    load = it.stream(9)
     controller = SimpleNamespace(
         load_queue=[1], l2_transfer_engine=SimpleNamespace(host_to_device_stream=load), load_fence_stream=None
     )
@@ -587,14 +466,14 @@ def test_a_fence_is_told_from_other_waits_and_is_timed(server):
     waits = {row.target: row for row in streams.stream_adapters("a.Stream", "a.Event")}
 
     def start(controller):
-        around(it.session, waits["a.Stream.wait_stream"])(lambda *args: None, Stream(9), it.current)
-        around(it.session, waits["a.Event.wait"])(lambda *args: None, SimpleNamespace(), Stream(9))
+        around(it.session, waits["a.Stream.wait_stream"])(lambda *args: None, it.stream(9), it.current)
+        around(it.session, waits["a.Event.wait"])(lambda *args: None, SimpleNamespace(), it.stream(9))
 
     controller = SimpleNamespace(
-        load_queue=[1], l2_transfer_engine=SimpleNamespace(host_to_device_stream=Stream(9)), load_fence_stream=1
+        load_queue=[1], l2_transfer_engine=SimpleNamespace(host_to_device_stream=it.stream(9)), load_fence_stream=1
     )
     it.call("HiCacheController.start_loading", controller, original=start)
-    around(it.session, waits["a.Stream.wait_stream"])(lambda *args: None, Stream(9), it.current)
+    around(it.session, waits["a.Stream.wait_stream"])(lambda *args: None, it.stream(9), it.current)
     records = it.records(WaitStream, EventWait)
     assert [record.purpose for record in records] == [Purpose.LOAD_FENCE, Purpose.START, Purpose.PLAIN]
     assert it.log == [("begin", 9), ("end", 9)]
@@ -628,5 +507,5 @@ def test_our_own_stream_calls_are_quiet(server):
     row = next(row for row in streams.stream_adapters("a.Stream", "a.Event") if row.target == "a.Stream.wait_stream")
     with it.session.quietly():
         assert getattr(it.session.local, IN_STREAM_CALL)
-        around(it.session, row)(lambda *args: None, Stream(1), Stream(2))
+        around(it.session, row)(lambda *args: None, it.stream(1), it.stream(2))
     assert it.records(WaitStream) == []
