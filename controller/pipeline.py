@@ -7,6 +7,7 @@ batch is in one stage at a time, so stages take turns; what overlaps them are th
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +25,7 @@ from hicache_obs.controller.transformer import TransformerRound, TransformerRunn
 from hicache_obs.errors import RankError
 from hicache_obs.streams.protocol import Device
 
-LOOPBACK: Final = "127.0.0.1"
+LOOPBACK: Final = "lo"
 
 
 class StageLinks(Protocol):
@@ -40,6 +41,8 @@ class StageLinks(Protocol):
 class GlooLinks:
     """Stages in separate processes of one machine: ``torch.distributed`` with its CPU back end, over loopback.
 
+    It makes the process's default group, so a process is a stage of one pipeline. Partner of ``close``.
+
     Args:
         rendezvous: A file that no other pipeline uses; it must not exist before the first stage is made.
         stage, stages: Which one this is, of how many.
@@ -51,14 +54,15 @@ class GlooLinks:
 
     def __init__(self, rendezvous: Path, stage: int, stages: int, *, timeout_s: float = TIMEOUT_S) -> None:
         self._stage = stage
-        self._timeout_s = timeout_s
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         try:
-            store = dist.FileStore(str(rendezvous), stages)
-            store.set_timeout(timedelta(seconds=timeout_s))
-            self._group = dist.ProcessGroupGloo(store, stage, stages, options)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{rendezvous.absolute()}",
+                rank=stage,
+                world_size=stages,
+                timeout=timedelta(seconds=timeout_s),
+            )
         except RuntimeError as error:
             raise RankError(
                 f"stage {stage}: the other {stages - 1} stages are not there within {timeout_s:g} s"
@@ -71,9 +75,9 @@ class GlooLinks:
             RankError: The other stage has ended, or does not take it in time.
         """
         try:
-            self._group.send([values.contiguous()], stage, round_id).wait()
+            dist.send(values, stage, tag=round_id)
         except RuntimeError as error:
-            raise RankError(f"stage {self._stage} cannot send round {round_id} to stage {stage}: {_why(error)}") from error
+            raise RankError(f"stage {self._stage}: round {round_id} for stage {stage}: {_why(error)}") from error
 
     def receive(self, values: torch.Tensor, stage: int, round_id: int) -> None:
         """See ``StageLinks.receive``.
@@ -82,9 +86,13 @@ class GlooLinks:
             RankError: The other stage has ended, or sends nothing in time.
         """
         try:
-            self._group.recv([values], stage, round_id).wait()
+            dist.recv(values, stage, tag=round_id)
         except RuntimeError as error:
-            raise RankError(f"stage {self._stage} has no round {round_id} from stage {stage}: {_why(error)}") from error
+            raise RankError(f"stage {self._stage}: round {round_id} of stage {stage}: {_why(error)}") from error
+
+    def close(self) -> None:
+        """Leave the group. Partner of the constructor; not while a launched round may use it."""
+        dist.destroy_process_group()
 
 
 def _why(error: RuntimeError) -> str:

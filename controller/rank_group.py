@@ -144,7 +144,7 @@ def publish_requests(log: DecisionLog, requests: Sequence[Request] | None) -> li
 
 def _words(request: Request) -> list[int]:
     about = [request.request_id, request.arrival_ms, request.output_length, request.priority]
-    return about + request.prompt.tolist()
+    return [*about, *request.prompt.tolist()]
 
 
 def _request(words: Sequence[int]) -> Request:
