@@ -26,6 +26,7 @@ from hicache_obs.config import read_setting
 from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
+from hicache_obs.controller.host_threads import HostThreads
 from hicache_obs.controller.watching import watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
@@ -226,6 +227,7 @@ class DemoRun:
     ) -> None:
         self._options = options
         self._progress = progress
+        self._rank, self._number = ONLY_RANK, 0
         self._metrics = metrics
         self._journal_problem = ""
         self._board = FindingsBoard() if board is None else board
@@ -316,9 +318,13 @@ class DemoRun:
         if agent is not None and not inline:
             agent.start()
         engine.run(self._options.requests, after_step=after_step)
+        self._ran()
         engine.close()
         if agent is not None:
             agent.finish()
+
+    def _ran(self) -> None:
+        """The engine has made its last round."""
 
     @contextmanager
     def _device(self, schedule: str) -> Iterator[Device]:
@@ -339,15 +345,14 @@ class DemoRun:
         """
         options = self._options
         with self._device(schedule) as bare, tempfile.TemporaryDirectory(prefix="hicache-obs-") as folder:
-            ring = create_ring(
-                "demo", directory=folder, slots=self._ring_slots, arena_words=self._arena_ids, clock=bare.host_ns
-            )
+            sizes: dict[str, Any] = {"slots": self._ring_slots, "arena_words": self._arena_ids}
+            ring = create_ring("demo", self._rank, directory=folder, clock=bare.host_ns, **sizes)
             recorder = Recorder(ring, clock=bare.host_ns, first_op=self._next_op)
             recorder.define_engine(ENGINE)
             recorder.define_pool("kv", options.engine.layers)
             observed = RecordedDevice(bare, recorder)
             threads = SeededThreads(recorder, options.seed) if options.device == "virtual" else None
-            engine = build_engine(observed, self._config(fence), options.requests, threads=threads)
+            engine = self._build(observed, recorder, fence, threads)
             watch_blocks(engine.controller.engine, recorder)
             engine.scheduler.on_alloc = self._on_alloc(recorder, fence)
             engine.scheduler.on_discard = recorder.rows_discarded
@@ -357,7 +362,8 @@ class DemoRun:
             shown = self._board.sink(ONLY_RANK, analyzer)
             writer = None
             if journal and options.journal is not None:
-                writer = _Journal(JournalWriter(options.journal / fence, engine=ENGINE), self._journal_failed)
+                kept_as = JournalWriter(options.journal / fence, rank=self._number, engine=ENGINE)
+                writer = _Journal(kept_as, self._journal_failed)
             reader = RingReader(ring.path)
             kept = options.journal / fence if journal and options.journal is not None else None
             followers = self._follow(WatchedRing(ring.path, reader.info, analyzer, kept), fence, check=journal)
@@ -379,6 +385,10 @@ class DemoRun:
                 self._next_op = recorder.next_op
                 ring.close()
                 reader.close()
+
+    def _build(self, observed: RecordedDevice, recorder: Recorder, fence: str, threads: HostThreads | None) -> Engine:
+        """The engine of one run, which ``recorder`` observes."""
+        return build_engine(observed, self._config(fence), self._options.requests, threads=threads)
 
     def _config(self, fence: str) -> EngineConfig:
         """The engine with this policy. Each has a folder of its own in storage: what a race spoils stays there."""
