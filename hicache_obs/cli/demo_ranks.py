@@ -15,6 +15,7 @@ from hicache_obs.analyzer.divergence import CollectiveOrder, Divergence
 from hicache_obs.cli.demo_run import DemoOptions, DemoRun
 from hicache_obs.cli.rank_flags import RankFlags
 from hicache_obs.cli.rank_run import RankResult, RankTask, run_rank
+from hicache_obs.cli.ranks_report import divergence_json
 from hicache_obs.controller.rank_group import RankGrid
 from hicache_obs.controller.rank_processes import RankProcesses
 from hicache_obs.errors import ConfigError
@@ -32,7 +33,7 @@ ROWS: Final = (
     "waiting for decisions (ms)",
 )
 _ALIKE: Final = ("rounds", "restored pages", "wrong requests", "decisions")
-"""What ranks that decide alike have in common; the rest adds up."""
+"""What ranks that decide alike have in common; of times the longest counts, and the rest adds up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class RanksMode:
             "fence": self.fence,
             "off": list(self.off),
             "collectives_compared": self.order.compared,
-            "tp_divergence": [_divergence_json(divergence) for divergence in self.divergences],
+            "tp_divergence": [divergence_json(divergence) for divergence in self.divergences],
             "ranks": [
                 {
                     "rank": number,
@@ -211,13 +212,5 @@ def _column(rank: RankResult) -> list[float]:
 
 def _combined(row: str, values: Sequence[float], form: str) -> str:
     if row not in _ALIKE:
-        return form.format(sum(values))
+        return form.format(max(values) if row.endswith("(ms)") else sum(values))
     return form.format(values[0]) if len(set(values)) == 1 else "they differ"
-
-
-def _divergence_json(divergence: Divergence) -> dict[str, Any]:
-    return {
-        "group": divergence.group,
-        "place": divergence.place,
-        "entered": [{"rank": entry.rank, "collective": entry.name} for entry in divergence.entered],
-    }

@@ -10,13 +10,13 @@ import click
 
 from hicache_obs.analyzer import Analyzer, explain
 from hicache_obs.analyzer.remedy import Timeline, public_report, remedies, timeline
-from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
+from hicache_obs.analyzer.stalls import Stall, StallClass, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.costs import FenceCost
 from hicache_obs.errors import TraceError
 from hicache_obs.exporters.accepted import Accepted
-from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict
+from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict, worst
 from hicache_obs.records import OpId
 from hicache_obs.trace import Trace
 
@@ -121,6 +121,8 @@ def analyse(
     stalls = find_stalls(trace)
     times = timeline(trace) if keeper.findings else Timeline()
     code = keeper.exit_code(lookups, analyzer.totals.shared, accepts=accepted.covers)
+    if any(stall.kind is StallClass.TP_DIVERGENCE for stall in stalls.stalls):
+        code = worst([code, ExitCode.FINDINGS])  # its ranks wait for ever
     report = Report(trace, analyzer, keeper, lookups, stalls, times, code, accepted)
     if report.code is ExitCode.NOTHING_CHECKED and stalls.stalls and not report.undecided:
         return replace(report, code=ExitCode.CLEAN)  # collectives were compared: that is a check
