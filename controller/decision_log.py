@@ -31,6 +31,8 @@ Agree: TypeAlias = Callable[[str, Sequence[int]], Sequence[int]]
 """``agree(what, values)``: the values to decide on, as many as were given."""
 TIMEOUT_S: Final = 60.0
 """How long a rank waits for its peers, by default: a rank under a profiler may take seconds for a step."""
+START_S: Final = 60.0
+"""The first entry may take longer than that: processes start, and import what they need."""
 KEPT: Final = 64
 """Newest entries that a log keeps; the digest covers all."""
 _GRACE: Final = 1.5
@@ -68,7 +70,7 @@ class DecisionLog:
         names: Of all ranks, for messages; the first one collects.
         rank: Place of this one in ``names``.
         links: Of the first rank: a connection to every other. Of another: one, to the first.
-        timeout_s: How long to wait for a peer.
+        timeout_s: How long to wait for a peer; for the first entry at least ``START_S``.
 
     Attributes:
         on_enter: Told the kind of each entry before this rank waits for its peers.
@@ -127,6 +129,10 @@ class DecisionLog:
         for link in self._links.values():
             link.close()
 
+    @property
+    def _patience_s(self) -> float:
+        return max(self._timeout_s, START_S) if self._number == 1 else self._timeout_s
+
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _enter(self, what: str, mine: _Values, choose: _Choose) -> list[int]:
@@ -148,12 +154,12 @@ class DecisionLog:
         """The first rank's part: wait for every peer, then tell all of them."""
         entered: list[_Values] = [mine]
         missing = dict(self._links)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._patience_s
         while missing:
             ready = wait(list(missing.values()), max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = " and ".join(self._names[rank] for rank in missing)
-                self._fail(f"{late}: not at {self._place(what)} within {self._timeout_s:g} s")
+                self._fail(f"{late}: not at {self._place(what)} within {self._patience_s:g} s")
             for rank in [rank for rank, link in missing.items() if link in ready]:
                 entered.append(self._take(rank, what))
                 del missing[rank]
@@ -179,8 +185,8 @@ class DecisionLog:
         link = self._links[0]
         try:
             link.send_bytes(_packed(_ENTER, self._number, what, mine))
-            if not link.poll(self._timeout_s * _GRACE):
-                raise RankError(f"{self._names[0]}: no outcome of {self._place(what)} within {self._timeout_s:g} s")
+            if not link.poll(self._patience_s * _GRACE):
+                raise RankError(f"{self._names[0]}: no outcome of {self._place(what)} within {self._patience_s:g} s")
             kind, _, _, payload = _unpacked(link.recv_bytes())
         except (EOFError, OSError):
             raise RankError(self._last_word() or f"{self._names[0]} has ended before {self._place(what)}") from None

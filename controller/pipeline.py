@@ -37,6 +37,16 @@ class StageLinks(Protocol):
     def receive(self, values: torch.Tensor, stage: int, round_id: int) -> None:
         """Fill ``values`` with what another stage sends of ``round_id``. Blocks."""
 
+    def close(self) -> None:
+        """Nothing more is sent or received. Not while a launched round may."""
+
+
+class Connect(Protocol):
+    """Makes the links of one stage."""
+
+    def __call__(self, rendezvous: Path, stage: int, stages: int, *, timeout_s: float) -> StageLinks:
+        """See ``GlooLinks``."""
+
 
 class GlooLinks:
     """Stages in separate processes of one machine: ``torch.distributed`` with its CPU back end, over loopback.
@@ -91,7 +101,7 @@ class GlooLinks:
             raise RankError(f"stage {self._stage}: round {round_id} of stage {stage}: {_why(error)}") from error
 
     def close(self) -> None:
-        """Leave the group. Partner of the constructor; not while a launched round may use it."""
+        """Leave the group. Partner of the constructor; see ``StageLinks.close``."""
         dist.destroy_process_group()
 
 

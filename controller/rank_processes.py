@@ -137,7 +137,9 @@ class RankProcesses(Generic[T]):
         return RankError(f"{' and '.join(late)}: not at its end") if late else None
 
     def _end(self) -> None:
-        for process in self.processes:
+        for process, word in zip(self.processes, self._words, strict=True):
+            if word is not None:
+                process.join(GRACE_S)  # it is on its way out
             if process.is_alive():
                 process.kill()
             process.join()

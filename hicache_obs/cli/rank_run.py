@@ -18,7 +18,7 @@ from hicache_obs.controller.decision_log import DecisionLog
 from hicache_obs.controller.engine import Engine, MakeRunner, build_engine
 from hicache_obs.controller.host_threads import HostThreads
 from hicache_obs.controller.ledger import ContentLedger
-from hicache_obs.controller.pipeline import GlooLinks, StageRunner
+from hicache_obs.controller.pipeline import Connect, GlooLinks, StageLinks, StageRunner
 from hicache_obs.controller.pools import DevicePool
 from hicache_obs.controller.rank_group import Collectives, RankGrid, join, publish_requests
 from hicache_obs.controller.rank_processes import Links
@@ -70,8 +70,12 @@ class RankResult:
     waited_ns: int
 
 
-def run_rank(number: int, links: Links, task: RankTask) -> list[RankResult]:
+def run_rank(number: int, links: Links, task: RankTask, *, connect: Connect = GlooLinks) -> list[RankResult]:
     """Run rank ``number``; one result per policy. For ``RankProcesses``.
+
+    Args:
+        number, links, task: Which rank, what joins it with the others, and what to do.
+        connect: Makes the links of its pipeline.
 
     Raises:
         RankError: Another rank has ended, is late, or has decided something else.
@@ -84,7 +88,7 @@ def run_rank(number: int, links: Links, task: RankTask) -> list[RankResult]:
     make_runner: MakeRunner | None = None
     with ExitStack() as stack:
         if grid.pp > 1:
-            stage_links = GlooLinks(task.folder / f"tp{rank.tp}", rank.pp, grid.pp, timeout_s=task.timeout_s)
+            stage_links = connect(task.folder / f"tp{rank.tp}", rank.pp, grid.pp, timeout_s=task.timeout_s)
             stack.callback(stage_links.close)
             make_runner = partial(_stage, task, number, stage_links)
         own = dataclasses.replace(
@@ -98,7 +102,7 @@ def run_rank(number: int, links: Links, task: RankTask) -> list[RankResult]:
 
 
 def _stage(
-    task: RankTask, number: int, links: GlooLinks, device: Device, pool: DevicePool, ledger: ContentLedger
+    task: RankTask, number: int, links: StageLinks, device: Device, pool: DevicePool, ledger: ContentLedger
 ) -> StageRunner:
     whole = task.options.engine
     stage = task.grid.stages(whole.layers)[task.grid.ranks[number].pp]

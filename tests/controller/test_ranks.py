@@ -6,21 +6,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import queue
 import shutil
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 from hicache_obs.cli import main
 from hicache_obs.cli.demo_ranks import RanksMode
 from hicache_obs.cli.demo_run import DemoOptions, DemoRun
 from hicache_obs.cli.rank_run import RankResult, RankTask, run_rank
 from hicache_obs.controller.engine import EngineConfig
-from hicache_obs.controller.pipeline import Stage
+from hicache_obs.controller.pipeline import Stage, StageLinks
 from hicache_obs.controller.rank_group import END, RankGrid
 from hicache_obs.controller.rank_processes import RankProcesses, star
 from hicache_obs.controller.scheduler_options import SchedulerOptions
@@ -53,18 +56,52 @@ def options(*fences: str, schedule: str = "adversarial", **changed: object) -> D
     return dataclasses.replace(given, **changed)  # type: ignore[arg-type]  # fields of DemoOptions
 
 
-def run_ranks(asked: DemoOptions, schedules: Sequence[str], folder: Path, off: tuple[str, ...] = ()) -> list[RanksMode]:
-    """Tensor-parallel ranks in threads, one per schedule; the results by policy."""
-    grid = RankGrid(len(schedules))
-    reference = DemoRun(asked, progress=lambda *_: None).reference()
-    links = star(grid.size)
+class Mail:
+    """Joins stages in threads of one process."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+        self._lock = threading.Lock()
+
+    def box(self, by: int, to: int, round_id: int) -> queue.SimpleQueue[torch.Tensor]:
+        with self._lock:
+            return self._boxes[by, to, round_id]
+
+    def connect(self, rendezvous: Path, stage: int, stages: int, *, timeout_s: float) -> StageLinks:
+        mail = self
+
+        class Links:
+            def send(self, values: torch.Tensor, to: int, round_id: int) -> None:
+                mail.box(stage, to, round_id).put(values.clone())
+
+            def receive(self, values: torch.Tensor, by: int, round_id: int) -> None:
+                values.copy_(mail.box(by, stage, round_id).get(timeout=timeout_s))
+
+            def close(self) -> None:
+                """The other one may still be at work."""
+
+        return Links()
+
+
+@cache
+def reference() -> dict[int, list[int]]:
+    return DemoRun(options("stream"), progress=lambda *_: None).reference()
+
+
+def run_ranks(
+    asked: DemoOptions, schedules: Sequence[str], folder: Path, off: tuple[str, ...] = (), *, stages: int = 1
+) -> list[RanksMode]:
+    """Ranks in threads, one per schedule; the results by policy."""
+    grid = RankGrid(len(schedules) // stages, stages)
+    links, mail = star(grid.size), Mail()
     results: list[list[RankResult]] = [[] for _ in schedules]
     failures: list[BaseException] = []
 
     def body(number: int) -> None:
         own = dataclasses.replace(asked, schedule=schedules[number])
         try:
-            results[number] = run_rank(number, links[number], RankTask(grid, own, reference, folder, 60.0, off))
+            task = RankTask(grid, own, reference(), folder, 60.0, off)
+            results[number] = run_rank(number, links[number], task, connect=mail.connect)
         except BaseException as error:  # noqa: BLE001 shown by the test
             failures.append(error)
         finally:
@@ -78,9 +115,7 @@ def run_ranks(asked: DemoOptions, schedules: Sequence[str], folder: Path, off: t
         thread.join(120)
     if failures:
         raise failures[0]
-    return [
-        RanksMode(fence, tuple(of_one[n] for of_one in results), off) for n, fence in enumerate(asked.fences)
-    ]
+    return [RanksMode(fence, tuple(of_one[n] for of_one in results), off) for n, fence in enumerate(asked.fences)]
 
 
 def covers(fingerprint: str) -> bool:
@@ -119,6 +154,19 @@ def test_a_missing_fence_is_reported_on_every_rank(tmp_path: Path) -> None:
     for rank in none.ranks:
         assert rank.mode.verdicts(Verdict.VIOLATION) > 0
         assert rank.mode.unexplained_pages == 0
+    for rank in page.ranks:
+        assert (rank.mode.first(), rank.mode.corrupted_pages, rank.mode.wrong_requests) == (None, 0, 0)
+        assert rank.mode.pairs_checked > 0
+    for mode in (none, page):
+        assert (mode.decided_alike, mode.divergences) == (True, [])
+        assert mode.exit_code(covers) is ExitCode.CLEAN
+
+
+def test_a_missing_fence_is_reported_on_every_stage(tmp_path: Path) -> None:
+    """Each stage restores its own layers, behind fences of its own; the tokens are those of the model in one piece."""
+    none, page = run_ranks(options("none", "page", device="threads"), [FAST] * 2, tmp_path, stages=2)
+    for rank in none.ranks:
+        assert rank.mode.verdicts(Verdict.VIOLATION) + rank.mode.verdicts(Verdict.LATENT) > 0
     for rank in page.ranks:
         assert (rank.mode.first(), rank.mode.corrupted_pages, rank.mode.wrong_requests) == (None, 0, 0)
         assert rank.mode.pairs_checked > 0
@@ -185,28 +233,22 @@ def test_what_ranks_cannot_run(flags: str, message: str, capsys: pytest.CaptureF
 
 
 def test_a_pipeline_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens of the model in one piece; a race in every stage without fences, and in none with them."""
     journal, result = tmp_path / "journal", tmp_path / "result.json"
-    flags = ["--pp", "2", "--requests", "60", "--device-pages", "24", "--journal", str(journal)]
+    flags = ["--pp", "2", "--fence", "page", "--requests", "24", "--device-pages", "24", "--journal", str(journal)]
     assert main(["demo", *flags, "--json", str(result)]) == 0
     assert "page: all ranks enter the same collectives" in capsys.readouterr().out
-    modes = {mode["fence"]: mode for mode in json.loads(result.read_text())["modes"]}
-    for fence, mode in modes.items():
-        assert [(rank["tp"], rank["pp"]) for rank in mode["ranks"]] == [(0, 0), (0, 1)]
-        assert mode["tp_divergence"] == []
-        assert mode["collectives_compared"] > 0
-        assert len({rank["decision_digest"] for rank in mode["ranks"]}) == 1
-        for rank in mode["ranks"]:
-            assert rank["pairs_checked"] > 0
-            assert (rank["violations"] + rank["latent"] > 0) == (fence == "none")
-            assert fence == "none" or rank["wrong_requests"] == 0
+    (mode,) = json.loads(result.read_text())["modes"]
+    assert (mode["fence"], mode["off"], mode["tp_divergence"]) == ("page", [], [])
+    assert [(rank["rank"], rank["tp"], rank["pp"]) for rank in mode["ranks"]] == [(0, 0, 0), (1, 0, 1)]
+    assert len({rank["decision_digest"] for rank in mode["ranks"]}) == 1
+    for rank in mode["ranks"]:
+        assert rank["pairs_checked"] > 0
+        assert (rank["findings"], rank["wrong_requests"], rank["corrupted_pages"]) == ([], 0, 0)
 
-    assert main(["analyze", str(journal / "none")]) == 1
-    capsys.readouterr()
-    assert main(["analyze", str(journal / "page"), "--json"]) == 0
+    assert main(["analyze", str(journal), "--json"]) == 0
     reports = json.loads(capsys.readouterr().out)
     assert [report["outcome"] for report in reports] == ["clean"] * 3
-    assert reports[-1]["collectives_compared"] == modes["page"]["collectives_compared"]
+    assert reports[-1]["collectives_compared"] == mode["collectives_compared"] > 0
 
 
 def test_a_rank_that_is_killed_ends_the_run_of_all(tmp_path: Path) -> None:
@@ -214,7 +256,9 @@ def test_a_rank_that_is_killed_ends_the_run_of_all(tmp_path: Path) -> None:
     grid = RankGrid(1, 2)
     long = [dataclasses.replace(REQUESTS[n % 32], request_id=n) for n in range(2000)]
     engine = dataclasses.replace(ENGINE, layers=2)
-    first = RankTask(grid, options("page", device="threads", engine=engine, requests=long, journal=tmp_path), {}, tmp_path, 30)
+    first = RankTask(
+        grid, options("page", device="threads", engine=engine, requests=long, journal=tmp_path), {}, tmp_path, 30
+    )
     other = dataclasses.replace(first, options=dataclasses.replace(first.options, requests=()))
     ranks = RankProcesses(run_rank, grid.names, [first, other], timeout_s=30)
 
