@@ -155,7 +155,11 @@ def test_a_missing_fence_is_reported_on_every_rank(tmp_path: Path) -> None:
     engine = dataclasses.replace(ENGINE, runner="pattern")
     none, page = run_ranks(options("none", "page", engine=engine), [FAST, "adversarial"], tmp_path)
     lucky, spoiled = (rank.mode for rank in none.ranks)
-    assert (lucky.verdicts(Verdict.LATENT) > 0, lucky.verdicts(Verdict.VIOLATION), lucky.corrupted_pages) == (True, 0, 0)
+    assert (lucky.verdicts(Verdict.LATENT) > 0, lucky.verdicts(Verdict.VIOLATION), lucky.corrupted_pages) == (
+        True,
+        0,
+        0,
+    )
     assert (spoiled.verdicts(Verdict.VIOLATION) > 0, spoiled.corrupted_pages > 0) == (True, True)
     assert lucky.wrong_requests == spoiled.wrong_requests > 0
     for rank in page.ranks:
