@@ -229,15 +229,23 @@ def _on_ranks(
     from hicache_obs.findings import worst
 
     ranks = rank_options(flags, options, elsewhere=elsewhere)
-    modes = run_ranks(options, ranks)
-    write_json({"modes": [mode.as_json(ranks.grid) for mode in modes]}, json_file, json_path)
+    modes, timed = run_ranks(options, ranks), options.device != "virtual"
+    write_json({"modes": [mode.as_json(ranks.grid, timed=timed) for mode in modes]}, json_file, json_path)
     console = Console(stderr=json_file == "-")
     _print(console, _title(options) + f", {ranks.grid.size} ranks")
-    for table in tables(ranks.grid, modes):
+    for table in tables(ranks.grid, modes, timed=timed):
         console.print(table)
+    shown = next((mode.finding for mode in modes if mode.finding is not None), None)
+    if shown is not None:
+        number, defect = shown
+        console.print(f"First finding of {ranks.grid.names[number]}, of {defect.count} operation pairs like it:\n")
+        _print(console, explain(defect.example))
     for mode in modes:
         for line in remarks(mode):
             _print(console, line)
+        for name, rank in zip(ranks.grid.names, mode.ranks, strict=True):
+            for line in _remarks(rank.mode):
+                _print(console, f"{name}: {line}")
     return int(worst([mode.exit_code(accepted.covers) for mode in modes]))
 
 

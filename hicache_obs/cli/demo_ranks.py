@@ -12,6 +12,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from hicache_obs.analyzer.divergence import CollectiveOrder, Divergence
+from hicache_obs.analyzer.tally import Defect
 from hicache_obs.cli.demo_run import DemoOptions, DemoRun
 from hicache_obs.cli.rank_flags import RankFlags
 from hicache_obs.cli.rank_run import RankResult, RankTask, run_rank
@@ -21,6 +22,7 @@ from hicache_obs.controller.rank_processes import RankProcesses
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import ExitCode, Verdict, worst
 
+WAITING: Final = "waiting for decisions (ms)"
 ROWS: Final = (
     "rounds",
     "restored pages",
@@ -30,8 +32,12 @@ ROWS: Final = (
     "corrupted pages (by content)",
     "wrong requests",
     "decisions",
-    "waiting for decisions (ms)",
+    WAITING,
 )
+_MEASURED: Final = frozenset(
+    {"fences", "fences_without_conflict", "fence_wait_ms_p50", "fence_wait_ms_p99", "avoidable_ms"}
+)
+"""What only a cost run says, of which ranks have none."""
 _ALIKE: Final = ("rounds", "restored pages", "wrong requests", "decisions")
 """What ranks that decide alike have in common; of times the longest counts, and the rest adds up."""
 
@@ -79,6 +85,12 @@ class RanksMode:
         return self.order.divergences()
 
     @property
+    def finding(self) -> tuple[int, Defect] | None:
+        """A rank and its first finding, ``None`` if no rank has any."""
+        found = ((number, rank.mode.first()) for number, rank in enumerate(self.ranks))
+        return next(((number, defect) for number, defect in found if defect is not None), None)
+
+    @property
     def decided_alike(self) -> bool:
         """All ranks' logs have the same entries."""
         return len({rank.digest for rank in self.ranks}) == 1
@@ -90,8 +102,8 @@ class RanksMode:
             codes.append(ExitCode.FINDINGS)
         return worst(codes)
 
-    def as_json(self, grid: RankGrid) -> dict[str, Any]:
-        """The documented JSON entry."""
+    def as_json(self, grid: RankGrid, *, timed: bool) -> dict[str, Any]:
+        """The documented JSON entry; ``timed``: as of ``tables``."""
         return {
             "fence": self.fence,
             "off": list(self.off),
@@ -104,8 +116,8 @@ class RanksMode:
                     "pp": place.pp,
                     "decisions": rank.decisions,
                     "decision_digest": rank.digest,
-                    "decision_wait_ms": rank.waited_ns / 1e6,
-                    **rank.mode.as_json(),
+                    "decision_wait_ms": rank.waited_ns / 1e6 if timed else None,
+                    **{name: value for name, value in rank.mode.as_json().items() if name not in _MEASURED},
                 }
                 for number, (place, rank) in enumerate(zip(grid.ranks, self.ranks, strict=True))
             ],
@@ -168,8 +180,13 @@ def run_ranks(options: DemoOptions, ranks: RankOptions) -> list[RanksMode]:
 # -- output --------------------------------------------------------------------------------------------------
 
 
-def tables(grid: RankGrid, modes: Sequence[RanksMode]) -> Iterator[Table]:
-    """One table per policy: a column per rank, and one for all of them."""
+def tables(grid: RankGrid, modes: Sequence[RanksMode], *, timed: bool) -> Iterator[Table]:
+    """One table per policy: a column per rank, and one for all of them.
+
+    Args:
+        grid, modes: What has run.
+        timed: Whether the time that ranks took says anything: on the virtual device it does not.
+    """
     for mode in modes:
         table = Table(title=f"fence policy {mode.fence}", title_justify="left")
         table.add_column("")
@@ -178,7 +195,9 @@ def tables(grid: RankGrid, modes: Sequence[RanksMode]) -> Iterator[Table]:
         table.add_column("all", justify="right")
         columns = [_column(rank) for rank in mode.ranks]
         for row, values in zip(ROWS, zip(*columns, strict=True), strict=True):
-            form = "{:,.1f}" if row.endswith("(ms)") else "{:,}"
+            if row == WAITING and not timed:
+                continue
+            form = "{:,.1f}" if row == WAITING else "{:,}"
             table.add_row(row, *(form.format(value) for value in values), _combined(row, values, form))
         yield table
 
@@ -212,5 +231,5 @@ def _column(rank: RankResult) -> list[float]:
 
 def _combined(row: str, values: Sequence[float], form: str) -> str:
     if row not in _ALIKE:
-        return form.format(max(values) if row.endswith("(ms)") else sum(values))
+        return form.format(max(values) if row == WAITING else sum(values))
     return form.format(values[0]) if len(set(values)) == 1 else "they differ"

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from hicache_obs.cli import main
-from hicache_obs.cli.demo_ranks import RanksMode
+from hicache_obs.cli.demo_ranks import ROWS, WAITING, RanksMode, tables
 from hicache_obs.cli.demo_run import DemoOptions, DemoRun
 from hicache_obs.cli.rank_run import RankResult, RankTask, run_rank
 from hicache_obs.controller.engine import EngineConfig
@@ -135,6 +135,10 @@ def test_ranks_decide_alike_whatever_each_sees_of_time(tmp_path: Path) -> None:
     assert mode.divergences == []
     assert mode.order.compared > 2 * mode.ranks[0].mode.rounds
     assert mode.exit_code(covers) is ExitCode.CLEAN
+    (table,) = tables(RankGrid(2), [mode], timed=False)
+    assert [column.header for column in table.columns] == ["", "tp 0, pp 0", "tp 1, pp 0", "all"]
+    assert list(table.columns[0].cells) == [row for row in ROWS if row != WAITING]
+    assert list(table.columns[3].cells)[:2] == [str(mode.ranks[0].mode.rounds), str(mode.ranks[1].mode.restored_pages)]
 
 
 def test_without_the_decision_log_they_differ(tmp_path: Path) -> None:
@@ -146,6 +150,8 @@ def test_without_the_decision_log_they_differ(tmp_path: Path) -> None:
     assert len({entry.name for entry in divergence.entered}) == 2
     assert END not in {entry.name for entry in divergence.entered}
     assert [rank.mode.wrong_requests for rank in mode.ranks] == [0, 0]  # each is right, but not with the other
+    (table,) = tables(RankGrid(2), [mode], timed=True)
+    assert "they differ" in table.columns[3].cells
     assert mode.exit_code(covers) is ExitCode.CLEAN
     assert dataclasses.replace(mode, off=()).exit_code(covers) is ExitCode.FINDINGS
 
@@ -252,6 +258,7 @@ def test_a_pipeline_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len({rank["decision_digest"] for rank in mode["ranks"]}) == 1
     for rank in mode["ranks"]:
         assert rank["pairs_checked"] > 0
+        assert rank["decision_wait_ms"] > 0
         assert (rank["findings"], rank["wrong_requests"], rank["corrupted_pages"]) == ([], 0, 0)
 
     assert main(["analyze", str(journal), "--json"]) == 0
