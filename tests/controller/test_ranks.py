@@ -246,6 +246,19 @@ def test_what_ranks_cannot_run(flags: str, message: str, capsys: pytest.CaptureF
     assert capsys.readouterr().err == f"hicache-obs: {message}\n"
 
 
+def test_a_run_that_has_lost_a_rank_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, and neither clean nor a bug."""
+
+    def lost(*_: object) -> list[RanksMode]:
+        raise RankError("rank 1 (tp 1, pp 0), process 7, was killed by SIGKILL")
+
+    monkeypatch.setattr("hicache_obs.cli.demo_ranks.run_ranks", lost)
+    assert main(["demo", "--tp", "2", "--requests", "2"]) == 3
+    assert capsys.readouterr().err == "hicache-obs: rank 1 (tp 1, pp 0), process 7, was killed by SIGKILL\n"
+
+
 @pytest.mark.slow
 def test_a_pipeline_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal, result = tmp_path / "journal", tmp_path / "result.json"
