@@ -8,10 +8,11 @@ batch is in one stage at a time, so stages take turns; what overlaps them are th
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,6 @@ from hicache_obs.controller.pools import DevicePool
 from hicache_obs.controller.transformer import TransformerRound, TransformerRunner, Weights, seeded_weights
 from hicache_obs.errors import RankError
 from hicache_obs.streams.protocol import Device
-
-LOOPBACK: Final = "lo"
 
 
 class StageLinks(Protocol):
@@ -64,7 +63,7 @@ class GlooLinks:
 
     def __init__(self, rendezvous: Path, stage: int, stages: int, *, timeout_s: float = TIMEOUT_S) -> None:
         self._stage = stage
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         try:
             dist.init_process_group(
                 "gloo",
@@ -103,6 +102,11 @@ class GlooLinks:
     def close(self) -> None:
         """Leave the group. Partner of the constructor; see ``StageLinks.close``."""
         dist.destroy_process_group()
+
+
+def _loopback() -> str:
+    """Name of this machine's loopback interface."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def _why(error: RuntimeError) -> str:
