@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import torch
 
+from hicache_obs.controller.decision_log import Agree, alone
 from hicache_obs.controller.fence_policy import EvictingCopy, FencePolicy
 from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
 from hicache_obs.controller.radix_cache import HostHold, Node, RadixCache
@@ -121,6 +123,7 @@ class CacheController:
         layer_done: Hands layer events to consuming rounds.
         on_transfer: Called with every submitted transfer; the demo's writer gate listens.
         on_backed_up: Told of every write-back that is known to be complete, right after its nodes are unpinned.
+        agree: Asked before transfers are taken to be complete that only a query shows to be.
         counters: What it did.
     """
 
@@ -134,6 +137,7 @@ class CacheController:
     layer_done: LayerDoneCounter = field(init=False)
     on_transfer: Callable[[SubmittedTransfer], None] | None = None
     on_backed_up: Callable[[SubmittedTransfer], None] | None = None
+    agree: Agree = alone
     counters: ControllerCounters = field(default_factory=ControllerCounters)
     _load_queue: list[CacheOperation] = field(default_factory=list)
     _write_queue: list[CacheOperation] = field(default_factory=list)
@@ -265,9 +269,21 @@ class CacheController:
                 self._release(queue.popleft())
 
     def acknowledge_complete(self) -> None:
-        """Unpin the nodes of transfers that a query shows to be complete, in order of submission. Does not block."""
-        for queue in (self._loads, self._writes):
-            while queue and queue[0].finish.query():
+        """Unpin the nodes of transfers that a query shows to be complete, in order of submission.
+
+        With peers: of as many as are complete on all ranks. Blocks for them to ask, never for the device.
+        """
+        queues = (self._loads, self._writes)
+        if self.agree is alone:  # each query sees what the release before it has waited for
+            for queue in queues:
+                while queue and queue[0].finish.query():
+                    self._release(queue.popleft())
+            return
+        if not self.transfers_in_flight:
+            return
+        complete = [len(list(takewhile(_complete, queue))) for queue in queues]
+        for queue, count in zip(queues, self.agree("acks", complete), strict=True):
+            for _ in range(count):
                 self._release(queue.popleft())
 
     def _release(self, done: SubmittedTransfer) -> None:
@@ -311,6 +327,10 @@ class CacheController:
         queue.append(transfer)
         if self.on_transfer is not None:
             self.on_transfer(transfer)
+
+
+def _complete(transfer: SubmittedTransfer) -> bool:
+    return transfer.finish.query()
 
 
 def _fill(index: torch.Tensor, staging: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.blank import BlankRunner
@@ -33,6 +33,7 @@ from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.streams.protocol import Device
 
 RUNNERS: Final = ("transformer", "pattern", "blank")
+MakeRunner: TypeAlias = Callable[[Device, DevicePool, ContentLedger], ModelRunner]
 TENANCIES_PER_PAGE: Final = 8
 """Ledger room: each page a workload needs may be allocated this often, by restores and retractions."""
 
@@ -129,12 +130,14 @@ def build_engine(
     *,
     threads: HostThreads | None = None,
     backend: StorageBackend | None = None,
+    make_runner: MakeRunner | None = None,
 ) -> Engine:
     """An engine on ``device`` sized for ``requests``. With storage it has threads, and must be closed.
 
     Args:
         threads: Makes the storage threads; default ``RealThreads``.
         backend: Used instead of the one that ``config.storage.url`` names.
+        make_runner: Makes a runner that ``config.runner`` cannot, such as one stage of a model.
 
     Raises:
         ConfigError: An unknown runner or policy, a pool larger than memory, or one too small for a request.
@@ -160,7 +163,9 @@ def build_engine(
     host = HostPool(layout(config.host_pages), pinned=device.name == "cuda", arrangement=config.host_layout)
     ledger = ContentLedger(config.layers, _tenancies(config, requests), device.torch_device)
     runner: ModelRunner
-    if config.runner == "transformer":
+    if make_runner is not None:
+        runner = make_runner(device, pool, ledger)
+    elif config.runner == "transformer":
         runner = TransformerRunner(device, pool, ledger, seed=config.seed, vocabulary=config.vocabulary)
     elif config.runner == "blank":
         runner = BlankRunner(device, pool, ledger, vocabulary=config.vocabulary)

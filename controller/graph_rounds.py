@@ -207,7 +207,7 @@ class GraphRunner(PatternRunner):
         """See ``ModelRunner.forward``. A replay reads its own inputs, not the metadata that the rounds share."""
         if not batch.rows or (batch.new_lens != 1).any():
             return super().forward(batch, layer_wait=layer_wait, read_metadata=read_metadata)
-        self._validate(batch)
+        self._accept(batch)
         captured = self._captured(batch)
         next_tokens = torch.empty(batch.rows, dtype=torch.int64, pin_memory=self.token_buffer.device.type == "cuda")
         self._fill(captured, batch)

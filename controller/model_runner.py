@@ -165,6 +165,7 @@ class ModelRunner(ABC):
         token_buffer: ``(token_slots,) int64``, device: last sampled token of each slot. Decode rounds read their
             tokens from it, so round n+1 can be launched before the host has seen the tokens of round n.
         launched_segments: Segments launched so far.
+        on_batch: Told of every round before it is launched.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class ModelRunner(ABC):
         self.forward_stream: Stream = device.Stream("forward")
         self.token_buffer = torch.zeros(token_slots, dtype=torch.int64, device=device.torch_device)
         self.launched_segments = 0
+        self.on_batch: Callable[[ForwardBatch], None] | None = None
         synchronize(self.token_buffer.device)
 
     def forward(
@@ -208,7 +210,7 @@ class ModelRunner(ABC):
         Raises:
             ControllerError: ``batch`` has no row, a row without new tokens, or a token slot that does not exist.
         """
-        self._validate(batch)
+        self._accept(batch)
         next_tokens = torch.empty(batch.rows, dtype=torch.int64, pin_memory=self.token_buffer.device.type == "cuda")
         round_work = self.start(batch, next_tokens)
         layers = self.pool.layout.layers
@@ -237,7 +239,8 @@ class ModelRunner(ABC):
     def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> LaunchedRound:
         """The device side of ``batch``, nothing run yet; it will write ``next_tokens``, ``(n,) int64``, host."""
 
-    def _validate(self, batch: ForwardBatch) -> None:
+    def _accept(self, batch: ForwardBatch) -> None:
+        """Check the batch, and tell who wants to know that it will be launched."""
         if not batch.rows:
             raise ControllerError(f"round {batch.round_id} has no rows; a round needs at least one")
         if batch.new_lens.min() < 1:
@@ -249,6 +252,8 @@ class ModelRunner(ABC):
             raise ControllerError(
                 f"round {batch.round_id}: token_slots is {batch.token_slots.tolist()}; slots are 0..{slots - 1}"
             )
+        if self.on_batch is not None:
+            self.on_batch(batch)
 
     def _layer_bytes(self, batch: ForwardBatch) -> int:
         layout = self.pool.layout

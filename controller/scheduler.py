@@ -34,6 +34,7 @@ from hicache_obs.controller.batch import BatchMode, ForwardBatch, RoundResult
 from hicache_obs.controller.batch_builder import BatchBuilder
 from hicache_obs.controller.batch_metadata import BatchMetadata
 from hicache_obs.controller.cache_controller import CacheController
+from hicache_obs.controller.decision_log import Agree, alone
 from hicache_obs.controller.fence_policy import InFlight
 from hicache_obs.controller.layer_done import Ticket
 from hicache_obs.controller.ledger import ContentLedger
@@ -117,6 +118,7 @@ class Scheduler:
             submitted; the demo's writer gate hangs here. Both default to nothing.
         on_move: Told of pages that have moved: ``(step, old, new)``.
         on_round: Told of every launched round and the requests of its rows: ``(round_id, request_ids)``.
+        agree: Asked for the tokens of a round before they are handled.
         on_discard: Told which of them the host had given up before it handled the round: ``(round_id, request_ids)``.
         counters: What it did.
         outputs: Output tokens of finished requests, by request id.
@@ -166,6 +168,7 @@ class Scheduler:
         self.on_move: Callable[[int, PageIds, PageIds], None] | None = None
         self.on_round: Callable[[int, tuple[int, ...]], None] | None = None
         self.on_discard: Callable[[int, PageIds], None] | None = None
+        self.agree: Agree = alone
         self.counters = SchedulerCounters()
         self.outputs: dict[int, list[int]] = {}
         self.first_token_ns: dict[int, int] = {}
@@ -511,7 +514,8 @@ class Scheduler:
         given_up = [state.request.request_id for state, _ in launched.rows if not state.alive]
         if given_up and self.on_discard is not None:
             self.on_discard(launched.result.round_id, np.array(given_up, np.int64))
-        for (state, final), token in zip(launched.rows, launched.result.next_tokens.tolist(), strict=True):
+        tokens = self.agree("tokens", launched.result.next_tokens.tolist())
+        for (state, final), token in zip(launched.rows, tokens, strict=True):
             if not state.alive:
                 continue  # retracted or finished since: an overrun row, its token is dropped
             if launched.mode is BatchMode.EXTEND:

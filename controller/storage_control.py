@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from hicache_obs.controller.agreed_replies import AgreedReplies
 from hicache_obs.controller.backups import Backups
 from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.radix_cache import HostHold, Node, RadixCache
@@ -78,6 +79,7 @@ class StorageControl:
 
     Attributes:
         tier, radix, backups, config, namespace: What it works with; see ``page_keys`` for the last.
+        replies: What it knows of the tier.
         counters: What it did.
     """
 
@@ -86,12 +88,16 @@ class StorageControl:
     backups: Backups
     config: StorageConfig
     namespace: str
+    replies: AgreedReplies = field(init=False)
     counters: StorageControlCounters = field(default_factory=StorageControlCounters)
     _prefetches: dict[int, Prefetch] = field(default_factory=dict)
     _fetching: dict[int, Prefetch] = field(default_factory=dict)
     _storing: dict[int, HostHold | None] = field(default_factory=dict)
     _fetching_pages: int = 0
     _storing_pages: int = 0
+
+    def __post_init__(self) -> None:
+        self.replies = AgreedReplies(self.tier)
 
     @property
     def busy(self) -> bool:
@@ -106,14 +112,14 @@ class StorageControl:
     def poll(self) -> None:
         """Take the replies that have arrived. Does not block."""
         self.tier.switch()
-        for done in self.tier.replies():
+        for done in self.replies.take(busy=self.busy):
             self._take(done)
 
     def look(self, waiting: Sequence[Waiting]) -> None:
         """Begin to look for what these requests miss; to be called in every step with the next ones."""
         for entry in waiting:
             prefetch = self._prefetches.get(entry.request.request_id)
-            if self.tier.off or entry.hold is not None:
+            if self.replies.off or entry.hold is not None:
                 continue
             if prefetch is None:
                 self._begin(entry)
@@ -124,11 +130,11 @@ class StorageControl:
         """Whether the request should not be admitted yet."""
         prefetch = self._prefetches.get(waiting.request.request_id)
         under_way = prefetch is not None and (prefetch.job is not None or prefetch.found)
-        if prefetch is None or not under_way or self.tier.off or self.config.prefetch == "best_effort":
+        if prefetch is None or not under_way or self.replies.off or self.config.prefetch == "best_effort":
             return False
         if self.config.prefetch == "wait":
             return True
-        return self.tier.now_ns() - prefetch.since_ns < self.config.timeout_ms * _MS
+        return self.replies.now_ns() - prefetch.since_ns < self.config.timeout_ms * _MS
 
     def admitted(self, request_id: int) -> None:
         """The request does not need its prefetch any more. What has arrived by the reply is kept."""
@@ -147,7 +153,7 @@ class StorageControl:
         """The host pages of a write-back are complete: store them. For ``CacheController.on_backed_up``."""
         for operation in transfer.operations:
             count = len(operation.host_pages)
-            if self.tier.off or self._storing_pages + count > self.config.max_backup_pages:
+            if self.replies.off or self._storing_pages + count > self.config.max_backup_pages:
                 self.counters.skipped_backup_pages += count
                 continue
             nodes = last_nodes(operation.node, count * self.radix.page_size)
@@ -170,9 +176,9 @@ class StorageControl:
         """
         for prefetch in self._fetching.values():
             self._give_up(prefetch)
-        end_ns = self.tier.now_ns() + int(self.config.close_timeout_s * 1e9)
-        while self.busy and self.tier.now_ns() < end_ns:
-            self.tier.await_reply(end_ns - self.tier.now_ns())
+        end_ns = self.replies.now_ns() + int(self.config.close_timeout_s * 1e9)
+        while self.busy and self.replies.now_ns() < end_ns:
+            self.tier.await_reply(end_ns - self.replies.now_ns())
             self.poll()
         return not self.busy
 
@@ -193,7 +199,7 @@ class StorageControl:
         match = self.radix.match(whole)
         first = (match.device_len + match.host_len) // size
         keys = tuple(page_keys(self.namespace, whole, size)[first:])
-        prefetch = Prefetch(whole, first, keys, self.tier.now_ns())
+        prefetch = Prefetch(whole, first, keys, self.replies.now_ns())
         if len(keys) >= self.config.least_pages:
             self._hand(prefetch, self.tier.probe(prefetch.keys))
         self._prefetches[waiting.request.request_id] = prefetch
@@ -214,7 +220,7 @@ class StorageControl:
         if isinstance(done.job, Fetch):
             self._fetching_pages -= len(done.job.keys)
             self._arrived(prefetch, done.job.pages, done)
-        elif done.count >= self.config.least_pages and not (prefetch.given_up or self.tier.off):
+        elif done.count >= self.config.least_pages and not (prefetch.given_up or self.replies.off):
             self._fetch(prefetch, done.count)
 
     def _fetch(self, prefetch: Prefetch, count: int) -> None:

@@ -199,7 +199,11 @@ class TransformerRound(RoundWork):
 
 
 class TransformerRunner(ModelRunner):
-    """Launches rounds of the small transformer."""
+    """Launches rounds of the small transformer.
+
+    Args:
+        weights: Of the pool's layers; default: ``seeded_weights``.
+    """
 
     def __init__(
         self,
@@ -212,6 +216,7 @@ class TransformerRunner(ModelRunner):
         hidden: int = 64,
         mlp: int = 128,
         token_slots: int = TOKEN_SLOTS,
+        weights: Weights | None = None,
     ) -> None:
         super().__init__(device, pool, ledger, vocabulary=vocabulary, token_slots=token_slots)
         layout = pool.layout
@@ -220,7 +225,7 @@ class TransformerRunner(ModelRunner):
                 f"the pool has dtype {layout.dtype} and head_dim {layout.head_dim}; "
                 "the transformer needs float64 and an even head_dim"
             )
-        self.weights = seeded_weights(
+        self.weights = weights or seeded_weights(
             layout, seed=seed, vocabulary=vocabulary, hidden=hidden, mlp=mlp, device=device.torch_device
         )
         synchronize(self.token_buffer.device)

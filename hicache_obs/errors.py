@@ -16,7 +16,8 @@
         ├── OutOfPages                 a pool has fewer free pages than asked for
         ├── PagePinned                 a load-back claims pages of an in-flight load-back
         ├── StaleGeneration            a layer event was overwritten before it was waited for
-        └── GateTimeout                the demo's writer gate did not open in time
+        ├── GateTimeout                the demo's writer gate did not open in time
+        └── RankError                  a rank of a group has ended, is late, or decides something else
 """
 
 from __future__ import annotations
@@ -80,3 +81,7 @@ class StaleGeneration(ControllerError):
 
 class GateTimeout(ControllerError):
     """The gate that holds the last writer did not open in time, so the run proves nothing."""
+
+
+class RankError(ControllerError):
+    """A rank of a group has ended, does not come in time, or decides something else; the message names it."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hicache_obs.analyzer.check import Analyzer
+from hicache_obs.analyzer.divergence import CollectiveOrder
 from hicache_obs.analyzer.plan import (
     BLOCKING,
     DEFAULT_HOST_NS,
@@ -38,7 +39,6 @@ from hicache_obs.records import (
     ALL_LAYERS,
     NO_OP,
     AnyRecord,
-    Collective,
     Define,
     DropReason,
     EventId,
@@ -59,7 +59,7 @@ from hicache_obs.records import (
     ThreadPost,
     WaitStream,
 )
-from hicache_obs.trace import Trace
+from hicache_obs.trace import Names, Trace
 
 MIN_NS: Final = 100_000
 """Shorter stalls are not worth a report."""
@@ -200,35 +200,19 @@ def _obstacle(trace: Trace) -> str:
 
 def _divergences(trace: Trace) -> list[Stall]:
     """Per group, the first place where its ranks enter different collectives."""
-    groups: dict[int, dict[int, list[Collective]]] = {}
-    for record in trace:
-        if isinstance(record, Collective):
-            groups.setdefault(record.collective_group, {}).setdefault(record.rank, []).append(record)
-    found = (_divergence(trace, ranks) for ranks in groups.values())
-    return [stall for stall in found if stall is not None]
-
-
-def _divergence(trace: Trace, ranks: dict[int, list[Collective]]) -> Stall | None:
-    for number in range(max(map(len, ranks.values()))):
-        here = [entered[number] for _, entered in sorted(ranks.items()) if number < len(entered)]
-        if len({record.site for record in here}) == 1:
-            continue
-
-        def skipped(record: Collective) -> bool:
-            """A peer never enters it: that peer left it out, rather than coming to it later."""
-            return any(record.site not in {other.site for other in entered} for entered in ranks.values())
-
-        # Not by position in the file: between ranks that gives no order.
-        at = next(filter(skipped, here), here[0])
-        return Stall(
+    order = CollectiveOrder()
+    order.feed(trace, Names())
+    return [
+        Stall(
             StallClass.TP_DIVERGENCE,
             StallCause.RANK_DIVERGENCE,
-            at.op,
-            f"thread:{trace.names.thread(at.thread)}",
+            divergence.at.op,
+            f"thread:{trace.names.thread(divergence.at.thread)}",
             None,
-            ranks=tuple(sorted(record.rank for record in here)),
+            ranks=tuple(sorted(entry.rank for entry in divergence.entered)),
         )
-    return None
+        for divergence in order.divergences()
+    ]
 
 
 # -- waits -----------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from hicache_obs.cli.judge import (
 )
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.cli.outputs import accepted_option, load_accepted
+from hicache_obs.cli.ranks_report import RanksReport
 from hicache_obs.cli.verdict import Report, show, show_findings, to_json
 from hicache_obs.findings import Verdict, worst
 from hicache_obs.readers.preflight import Check
@@ -73,6 +74,11 @@ def show_report(report: AnyReport) -> None:
     if isinstance(report, Report):
         show(report)
         return
+    if isinstance(report, RanksReport):
+        click.echo(fit(f"{plain(report.source, width=1000)}: {report.sentence}", indent=FINDING_INDENT))
+        for line in report.lines:
+            click.echo(fit(f"  {plain(line, width=1000)}", indent=4))
+        return
     click.echo(fit(f"{plain(source_of(report), width=1000)}: {sentence(report)}", indent=FINDING_INDENT))
     _show_preflight(report)
     if isinstance(report, JoinedReport):
@@ -100,6 +106,8 @@ def _show_preflight(report: CopyReport | JoinedReport) -> None:
 def _as_json(report: AnyReport) -> dict[str, Any]:
     if isinstance(report, Report):
         return to_json(report)
+    if isinstance(report, RanksReport):
+        return report.as_json()
     profile = report.profile
     about = {
         "producer": profile.facts.producer,

@@ -10,7 +10,7 @@ from typing import Final
 
 import click
 
-from hicache_obs.errors import GateTimeout, InputError
+from hicache_obs.errors import GateTimeout, InputError, RankError
 from hicache_obs.findings import ExitCode
 
 COMMANDS: Final = {
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error.format_message().replace("\n", " "), ExitCode.BAD_INPUT)
     except InputError as error:
         return _fail(str(error), ExitCode.BAD_INPUT)
-    except GateTimeout as error:
+    except (GateTimeout, RankError) as error:
         return _fail(str(error), ExitCode.NOTHING_CHECKED)
     except ModuleNotFoundError as error:
         package = PACKAGES.get((error.name or "").partition(".")[0])

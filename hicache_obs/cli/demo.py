@@ -20,6 +20,7 @@ from hicache_obs.cli.demo_policies import FENCES, DemoPolicies, policy_options
 from hicache_obs.cli.json_file import writable_json, write_json
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.cli.outputs import Outputs, export_options, load_accepted, otlp_options
+from hicache_obs.cli.rank_flags import RankFlags, rank_flags
 from hicache_obs.config import read_text
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Verdict
@@ -102,6 +103,7 @@ class _Defaults:
 )  # fmt: skip
 @click.option("--host-pages", type=click.IntRange(min=1), metavar="N", help="Pages of the pinned host KV pool.")
 @policy_options
+@rank_flags
 @click.option(
     "--kv", type=click.Choice(FORMS), default="mha", show_default=True,
     help="What a page holds: K and V apart, both in one buffer, or 8-bit floats with scales (runner pattern).",
@@ -166,11 +168,12 @@ def command(
 
     Without fences findings are expected; exit code 1 means a finding where a fence should have prevented it.
     """
+    ranks = RankFlags(**{name: policies.pop(name) for name in RankFlags.__slots__})
     port = _port(serve)
     json_path = writable_json(json_file, source=workload)
     options = build_options(
         fence=fence,
-        device=device,
+        device="threads" if device == "auto" and ranks.tp * ranks.pp > 1 else device,
         schedule=schedule,
         runner=runner,
         workload=workload,
@@ -182,6 +185,11 @@ def command(
         journal=journal,
         policies=DemoPolicies(**policies),
     )
+    if ranks.tp * ranks.pp > 1:
+        elsewhere = [f for f, given in (("--serve", serve), ("--events", events), ("--otlp", otlp)) if given]
+        return _on_ranks(options, ranks, elsewhere, load_accepted(accepted_file), json_file, json_path)
+    if ranks.off:
+        raise ConfigError(f"--off {ranks.off[0]}: one rank has no peers to decide with; expected --tp 2 or more")
     from hicache_obs.exporters.findings_board import FindingsBoard
     from hicache_obs.exporters.prometheus import Metrics
 
@@ -206,6 +214,44 @@ def command(
             Console(stderr=True).print("serving until interrupted (Ctrl-C)")
             stop.wait()
         return int(outcome(results, accepted.covers))
+
+
+def _on_ranks(
+    options: DemoOptions,
+    flags: RankFlags,
+    elsewhere: Sequence[str],
+    accepted: Accepted,
+    json_file: str | None,
+    json_path: Path | None,
+) -> int:
+    """The demo on several ranks; the exit code."""
+    from hicache_obs.cli.demo_ranks import rank_options, remarks, run_ranks, tables
+    from hicache_obs.findings import worst
+
+    ranks = rank_options(flags, options, elsewhere=elsewhere)
+    modes, timed = run_ranks(options, ranks), options.device != "virtual"
+    write_json({"modes": [mode.as_json(ranks.grid, timed=timed) for mode in modes]}, json_file, json_path)
+    console = Console(stderr=json_file == "-")
+    _print(console, _title(options) + f", {ranks.grid.size} ranks")
+    for table in tables(ranks.grid, modes, timed=timed):
+        console.print(table)
+    shown = next((mode.finding for mode in modes if mode.finding is not None), None)
+    if shown is not None:
+        number, defect = shown
+        console.print(f"First finding of {ranks.grid.names[number]}, of {defect.count} operation pairs like it:\n")
+        _print(console, explain(defect.example))
+    for mode in modes:
+        for line in remarks(mode):
+            _print(console, line)
+        for name, rank in zip(ranks.grid.names, mode.ranks, strict=True):
+            for line in _remarks(rank.mode):
+                _print(console, f"{name}: {line}")
+    return int(worst([mode.exit_code(accepted.covers) for mode in modes]))
+
+
+def _title(options: DemoOptions) -> str:
+    where = options.device + (f", schedule {options.schedule}" if options.device == "virtual" else "")
+    return f"{len(options.requests)} requests, {options.engine.runner}, {where}"
 
 
 def _run(options: DemoOptions, metrics: Metrics | None, board: FindingsBoard, outputs: Outputs) -> list[ModeResult]:
@@ -305,8 +351,7 @@ def _workload(path: Path | None, requests: int | None, defaults: _Defaults, seed
 
 
 def _show(console: Console, options: DemoOptions, results: Sequence[ModeResult], accepted: Accepted) -> None:
-    where = options.device + (f", schedule {options.schedule}" if options.device == "virtual" else "")
-    console.print(f"{len(options.requests)} requests, {options.engine.runner}, {where}", highlight=False)
+    console.print(_title(options), highlight=False)
     table = Table()
     table.add_column("fence policy")
     for result in results:

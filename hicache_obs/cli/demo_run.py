@@ -20,12 +20,13 @@ from hicache_obs import __version__
 from hicache_obs.agent import Agent, Fanout, Follower, RankPipeline, WatchedRing
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.tally import Defect, Tally
+from hicache_obs.cli.lineage import ExplainingTally, Lineage
 from hicache_obs.cli.outputs import Outputs, made_up_traceparent
 from hicache_obs.config import read_setting
 from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
-from hicache_obs.controller.radix_node import joined, last_nodes
+from hicache_obs.controller.host_threads import HostThreads
 from hicache_obs.controller.watching import watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
@@ -33,13 +34,13 @@ from hicache_obs.exporters.catalogue import Phase, RingProblem
 from hicache_obs.exporters.findings_board import FindingsBoard
 from hicache_obs.exporters.metrics_sink import MetricsSink
 from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics
-from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict, worst
+from hicache_obs.findings import ExitCode, Hazard, Verdict, worst
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.records import AnyRecord, DefineSpace, Direction, Mode, PageIds, device
+from hicache_obs.records import AnyRecord, DefineSpace, Mode, PageIds, device
 from hicache_obs.streams import CostModel, open_device
 from hicache_obs.streams.protocol import Device
 from hicache_obs.testing.world import SeededThreads
@@ -200,71 +201,6 @@ class _Journal:
         self._writer.close()
 
 
-class _Lineage:
-    """Which transfers have moved the contents of a restored page; matches wrong pages with findings.
-
-    Listens to the controller (every transfer), the scheduler (every move) and the analyzer (every finding). Contents
-    are named by the tenancy that produced them, which they keep on every tier.
-    """
-
-    def __init__(self) -> None:
-        self._moved: dict[int, set[tuple[int, int]]] = {}  # tenancy -> (transfer, device page)
-        self._restored: dict[tuple[int, int], int] = {}  # (step, device page) -> tenancy
-        self._raced: set[tuple[int, int]] = set()
-        self._holds: dict[int, int] = {}  # device page -> tenancy restored to it last, or moved there since
-        self._arrived: dict[tuple[int, int], int | None] = {}  # (step, device page moved to) -> what was moved
-        self._moves_raced: set[int] = set()
-
-    def on_move(self, step: int, old: PageIds, new: PageIds) -> None:
-        held = [self._holds.get(page) for page in old.tolist()]
-        for page, tenancy in zip(new.tolist(), held, strict=True):
-            self._arrived[step, page] = tenancy
-            self._holds.pop(page, None)
-            if tenancy is not None:
-                self._holds[page] = tenancy
-
-    def on_transfer(self, transfer: SubmittedTransfer) -> None:
-        for operation in transfer.operations:
-            page_tokens = len(operation.node.tokens) // len(operation.node.host_sources)
-            nodes = last_nodes(operation.node, page_tokens * len(operation.device_pages))
-            tenancies = joined([node.host_sources for node in nodes]).tolist()
-            for device_page, tenancy in zip(operation.device_pages.tolist(), tenancies, strict=True):
-                self._moved.setdefault(tenancy, set()).add((transfer.transfer, device_page))
-                if transfer.direction is Direction.HOST_TO_DEVICE:
-                    self._restored[transfer.step, device_page] = tenancy
-                    self._holds[device_page] = tenancy
-
-    def on_finding(self, finding: Finding) -> None:
-        for side in (finding.earlier, finding.later):
-            if finding.space == "device" and side.what in ("restore", "backup"):
-                self._raced.update((side.group, page) for page in finding.pages)
-            if side.what == "relocate":
-                self._moves_raced.update(finding.pages)
-
-    def explains(self, step: int, device_page: int) -> bool:
-        """Whether a finding covers a transfer of what the load-back of ``device_page`` in ``step`` restored.
-
-        For a page that moved there in ``step``: the move, or a transfer of what was moved.
-        """
-        place = (step, device_page)
-        if place not in self._restored and device_page in self._moves_raced:
-            return True
-        tenancy = self._restored[place] if place in self._restored else self._arrived[place]
-        return tenancy is not None and not self._raced.isdisjoint(self._moved[tenancy])
-
-
-class _ExplainingTally(Tally):
-    """A tally that also tells the lineage about findings."""
-
-    def __init__(self, lineage: _Lineage) -> None:
-        super().__init__()
-        self._lineage = lineage
-
-    def on_finding(self, finding: Finding) -> None:
-        super().on_finding(finding)
-        self._lineage.on_finding(finding)
-
-
 class DemoRun:
     """Runs the modes of one demo.
 
@@ -291,6 +227,7 @@ class DemoRun:
     ) -> None:
         self._options = options
         self._progress = progress
+        self._rank, self._number = ONLY_RANK, 0
         self._metrics = metrics
         self._journal_problem = ""
         self._board = FindingsBoard() if board is None else board
@@ -322,8 +259,8 @@ class DemoRun:
 
     def _check(self, fence: str, reference: dict[int, list[int]]) -> ModeResult:
         self._journal_problem = ""
-        lineage = _Lineage()
-        tally = _ExplainingTally(lineage)
+        lineage = Lineage()
+        tally = ExplainingTally(lineage)
         sinks = [tally, *self._metrics_sinks(findings=True)]
         with self._observed(fence, self._options.schedule, sinks, journal=True) as (engine, agent, analyzer):
             gate = WriterGate(engine.scheduler)
@@ -381,9 +318,13 @@ class DemoRun:
         if agent is not None and not inline:
             agent.start()
         engine.run(self._options.requests, after_step=after_step)
+        self._ran()
         engine.close()
         if agent is not None:
             agent.finish()
+
+    def _ran(self) -> None:
+        """The engine has made its last round."""
 
     @contextmanager
     def _device(self, schedule: str) -> Iterator[Device]:
@@ -404,15 +345,14 @@ class DemoRun:
         """
         options = self._options
         with self._device(schedule) as bare, tempfile.TemporaryDirectory(prefix="hicache-obs-") as folder:
-            ring = create_ring(
-                "demo", directory=folder, slots=self._ring_slots, arena_words=self._arena_ids, clock=bare.host_ns
-            )
+            sizes: dict[str, Any] = {"slots": self._ring_slots, "arena_words": self._arena_ids}
+            ring = create_ring("demo", self._rank, directory=folder, clock=bare.host_ns, **sizes)
             recorder = Recorder(ring, clock=bare.host_ns, first_op=self._next_op)
             recorder.define_engine(ENGINE)
             recorder.define_pool("kv", options.engine.layers)
             observed = RecordedDevice(bare, recorder)
             threads = SeededThreads(recorder, options.seed) if options.device == "virtual" else None
-            engine = build_engine(observed, self._config(fence), options.requests, threads=threads)
+            engine = self._build(observed, recorder, fence, threads)
             watch_blocks(engine.controller.engine, recorder)
             engine.scheduler.on_alloc = self._on_alloc(recorder, fence)
             engine.scheduler.on_discard = recorder.rows_discarded
@@ -422,7 +362,8 @@ class DemoRun:
             shown = self._board.sink(ONLY_RANK, analyzer)
             writer = None
             if journal and options.journal is not None:
-                writer = _Journal(JournalWriter(options.journal / fence, engine=ENGINE), self._journal_failed)
+                kept_as = JournalWriter(options.journal / fence, rank=self._number, engine=ENGINE)
+                writer = _Journal(kept_as, self._journal_failed)
             reader = RingReader(ring.path)
             kept = options.journal / fence if journal and options.journal is not None else None
             followers = self._follow(WatchedRing(ring.path, reader.info, analyzer, kept), fence, check=journal)
@@ -444,6 +385,10 @@ class DemoRun:
                 self._next_op = recorder.next_op
                 ring.close()
                 reader.close()
+
+    def _build(self, observed: RecordedDevice, recorder: Recorder, fence: str, threads: HostThreads | None) -> Engine:
+        """The engine of one run, which ``recorder`` observes."""
+        return build_engine(observed, self._config(fence), self._options.requests, threads=threads)
 
     def _config(self, fence: str) -> EngineConfig:
         """The engine with this policy. Each has a folder of its own in storage: what a race spoils stays there."""

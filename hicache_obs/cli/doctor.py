@@ -90,7 +90,7 @@ def _blind_spots() -> Iterator[str]:
 
     yield "the order of work that other libraries launch themselves (NCCL, raw driver calls) is not seen"
     yield "accesses outside the two KV pools and the index buffers are not seen"
-    yield "graph replay, storage, remote transfers and collectives are judged in files, the demo's engine has none"
+    yield "remote transfers are judged in files, the demo's engine has none; of collectives, those it records itself"
     yield from (f"SGLang: not seen are {text}" for text in SEEN_NEVER)
     yield "SGLang: events and streams used by torch's C++ code are seen only with HICACHE_OBS_GPU_TRACE=on"
     yield "SGLang: Tensor.item, .cpu and .tolist are seen only with HICACHE_OBS_TENSOR_SYNCS=on"

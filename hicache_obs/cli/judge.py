@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
 from hicache_obs.analyzer.pairs import PairProof, PairProofs
+from hicache_obs.cli.ranks_report import RanksReport, compare_ranks
 from hicache_obs.cli.verdict import STEP, Report, analyse
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.accepted import Accepted
-from hicache_obs.findings import ExitCode, Proof, Verdict
+from hicache_obs.findings import ExitCode, Hazard, Proof, Verdict
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.copies import copy_pairs
 from hicache_obs.readers.join import Coverage, join
@@ -97,7 +100,7 @@ class JoinedReport:
         return self.report.code
 
 
-AnyReport = Report | CopyReport | JoinedReport
+AnyReport = Report | CopyReport | JoinedReport | RanksReport
 
 
 def check_journal(files: Sequence[Path], journal: Path | None) -> None:
@@ -111,7 +114,9 @@ def check_journal(files: Sequence[Path], journal: Path | None) -> None:
 def judge_file(
     path: Path, journal: Path | None, progress: Progress, accepted: Accepted | None = None
 ) -> list[AnyReport]:
-    """What ``path`` gave: one report, or one per journal found at ``journal``.
+    """What ``path`` gave: one report, or one per journal found at ``journal`` or in ``path``.
+
+    Ranks that have recorded collectives are compared as well: their folder's last report.
 
     Args:
         path: A profile, or anything that ``open_trace`` takes.
@@ -126,13 +131,31 @@ def judge_file(
     progress(f"reading {path.name}", 0, 0)
     profile = open_profile(path)
     if profile is None:
-        trace = open_trace(path)
         if journal is not None:
+            open_trace(path)  # says what is wrong with it, if it is no trace either
             raise ConfigError(f"--journal {journal}: belongs to a profile, but {path} is none")
-        return [analyse(trace, accepted=accepted, progress=lambda done, total: progress("checking", done, total))]
+        return _judge_traces(path, progress, accepted)
     if journal is None:
         return [check_copies(profile, progress)]
     return [_judge(profile, trace_path, rank, progress, accepted) for trace_path, rank in journals_at(journal)]
+
+
+def _judge_traces(path: Path, progress: Progress, accepted: Accepted | None) -> list[AnyReport]:
+    """One report per rank of each folder, and what the ranks of a folder say together."""
+    reports: list[AnyReport] = []
+    for folder, places in groupby(journals_at(path), key=lambda place: place[0]):
+        ranks = [rank for _, rank in places]
+        traces = []
+        for rank in ranks:
+            trace = open_trace(folder, rank=rank)
+            if len(ranks) > 1:
+                trace = replace(trace, source=f"{trace.source}, rank {rank}")
+            traces.append(trace)
+            reports.append(analyse(trace, accepted=accepted, progress=partial(progress, "checking")))
+        together = compare_ranks(str(folder), traces) if len(ranks) > 1 else None
+        if together is not None:
+            reports.append(together)
+    return reports
 
 
 def _judge(
@@ -202,6 +225,8 @@ def source_of(report: AnyReport) -> str:
     """Where the report's contents come from."""
     if isinstance(report, CopyReport):
         return report.profile.source
+    if isinstance(report, RanksReport):
+        return report.source
     return (report if isinstance(report, Report) else report.report).trace.source
 
 
@@ -210,6 +235,8 @@ def sentence(report: AnyReport) -> str:
     all of them expected), ``NOT DECIDABLE`` or ``NOTHING CHECKED``."""
     if isinstance(report, CopyReport):
         return _copies_sentence(report)
+    if isinstance(report, RanksReport):
+        return report.sentence
     if isinstance(report, Report):
         return _trace_sentence(report, f"{report.pairs_checked:,} page pairs checked")
     inner, coverage = report.report, report.coverage
@@ -232,6 +259,8 @@ def _trace_sentence(report: Report, seen: str) -> str:
     unknown, expected, accepts = report.keeper.verdicts[Verdict.UNKNOWN], report.expected, report.accepted.covers
     if report.code is ExitCode.FINDINGS:
         bad, wrong = report.keeper.unexpected(accepts), report.keeper.unexpected(accepts, [Verdict.VIOLATION])
+        if not bad:
+            return f"VIOLATED: ranks enter different collectives ({Hazard.TP_DIVERGENCE.value}); {seen}"
         known = f", {expected:,} more that {'is' if expected == 1 else 'are'} accepted" if expected else ""
         pairs = f"{bad:,} operation pair{_are(bad)} in no proven order"
         return f"VIOLATED: {pairs}, {wrong:,} of them ran in the wrong one{known}; {seen}"

@@ -26,6 +26,7 @@ from hicache_obs.cli.judge import (
     sentence,
     source_of,
 )
+from hicache_obs.cli.ranks_report import RanksReport
 from hicache_obs.cli.verdict import Report, stall_line
 from hicache_obs.costs import FenceCost, TransferKind
 from hicache_obs.exporters.html import Card, FenceRow, Pair, Section, Table
@@ -57,6 +58,9 @@ def section_of(report: AnyReport, replay: str = "") -> Section:
     """
     if isinstance(report, CopyReport):
         return _copies(report)
+    if isinstance(report, RanksReport):
+        source, lines = plain(report.source, width=1000), [plain(line, width=1000) for line in report.lines]
+        return Section(source=source, sentence=report.sentence, stalls=lines)
     if isinstance(report, Report):
         return _trace(report, report, replay)
     return _trace(report.report, report, replay)

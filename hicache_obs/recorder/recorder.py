@@ -33,6 +33,7 @@ from hicache_obs.records import (
     Access,
     AnyRecord,
     CaptureMode,
+    Collective,
     Define,
     DefineSpace,
     DropReason,
@@ -254,6 +255,10 @@ class Recorder:
     def io_end(self, io: int) -> None:
         """The calling thread knows transfer ``io`` to be over. Partner of ``io_begin``."""
         self._emit(lambda op, thread, now: IoEnd(op, thread, now, io))
+
+    def collective(self, group: int, rank: int, site: str) -> None:
+        """The calling thread enters a collective of ``group`` as ``rank``, and may block there. Call it before."""
+        self._emit(lambda op, thread, now: Collective(op, thread, now, group, rank, self._site(site)))
 
     # -- hooks: called before the device's call unless they say otherwise ------------------------------------
 
