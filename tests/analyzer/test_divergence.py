@@ -114,9 +114,10 @@ def test_a_folder_without_collectives_has_no_such_report(tmp_path: Path, capsys:
     assert len(json.loads(capsys.readouterr().out)) == 2
 
 
-def test_ranks_of_one_trace_are_a_finding_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_of_one_trace_are_a_stall(capsys: pytest.CaptureFixture[str]) -> None:
+    """A scenario of several ranks: nothing races, and the deadlock is named."""
     case = Path(__file__).parent.parent / "cases" / "23-rank-skips-collective.json"
-    assert main(["analyze", str(case), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["outcome"] == "findings"
-    assert main(["check", str(case)]) == 1
+    assert main(["analyze", str(case), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "clean"
+    assert main(["check", str(case)]) == 0
     assert "tp_divergence (rank_divergence) at s6" in capsys.readouterr().out
