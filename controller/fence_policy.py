@@ -18,7 +18,6 @@ from typing import Protocol
 
 import numpy as np
 
-from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.errors import ConfigError
 from hicache_obs.records import Mode, PageIds, Purpose
 from hicache_obs.streams.protocol import Event, Stream
@@ -48,6 +47,13 @@ class FencePolicy(Protocol):
             pages: Device pages that are written.
             purpose: For the record of the wait.
         """
+
+
+class PageUses(Protocol):
+    """Who used pages last."""
+
+    def last_uses(self, ids: PageIds, mode: Mode = Mode.WRITE) -> dict[int, int]:
+        """See ``PageAllocator.last_uses``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +136,7 @@ class PageFence:
     are freed, so the stamps of pages being restored are complete.
     """
 
-    allocator: PageAllocator
+    allocator: PageUses
     in_flight: InFlight
     name: str = "page"
 
@@ -153,7 +159,7 @@ class PageFence:
                 return
 
 
-_POLICIES: dict[str, Callable[[PageAllocator, InFlight], FencePolicy]] = {
+_POLICIES: dict[str, Callable[[PageUses, InFlight], FencePolicy]] = {
     "none": lambda allocator, in_flight: NoFence(),
     "stream": lambda allocator, in_flight: StreamFence(),
     "page": PageFence,
@@ -161,7 +167,7 @@ _POLICIES: dict[str, Callable[[PageAllocator, InFlight], FencePolicy]] = {
 FENCE_POLICIES = tuple(_POLICIES)
 
 
-def fence_policy(name: str, allocator: PageAllocator, in_flight: InFlight, *, flag: str = "--fence") -> FencePolicy:
+def fence_policy(name: str, allocator: PageUses, in_flight: InFlight, *, flag: str = "--fence") -> FencePolicy:
     """The policy called ``name``; ConfigError, which names ``flag``, if there is none."""
     make = _POLICIES.get(name)
     if make is None:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, RoundResult
+from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, PartialBatch, RoundResult
 from hicache_obs.controller.ledger import ContentLedger
-from hicache_obs.controller.pools import DevicePool, synchronize
+from hicache_obs.controller.pools import RoundPool, synchronize
 from hicache_obs.errors import ControllerError
 from hicache_obs.records import Work
 from hicache_obs.streams.protocol import Device, Stream
@@ -70,7 +70,7 @@ class RoundWork(LaunchedRound):
     def __init__(
         self,
         batch: ForwardBatch,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         token_buffer: torch.Tensor,
         next_tokens: torch.Tensor,
@@ -141,15 +141,19 @@ class RoundWork(LaunchedRound):
         self._write_slots = self.upload(batch.page_table[self.rows, page] * self.layout.page_size + slot)
         self._slots_in_page = self.upload(slot)
         self._tenancies = self.upload(batch.page_tenancies[self.rows, page])
-        self._check_pages, self._check_tenancies, self._check_sources = (
-            self.upload(ids) for ids in (batch.check_pages, batch.check_tenancies, batch.check_sources)
-        )
+        parts: list[ForwardBatch | PartialBatch] = [batch, *batch.partial]
+        self._checks = [
+            tuple(self.upload(ids) for ids in (part.check_pages, part.check_tenancies, part.check_sources))
+            for part in parts
+        ]
 
     def check(self, layer: int) -> None:
         """Compare the restored pages that this round reads with what was once written."""
-        if len(self._check_pages):
-            k, v = self.pool.read_pages(layer, self._check_pages)
-            self.ledger.check_pages(layer, k, v, self._check_tenancies, self._check_sources)
+        partial = self.pool.partial(layer)
+        pages, tenancies, sources = self._checks[0 if partial is None else partial + 1]
+        if len(pages):
+            k, v = self.pool.read_pages(layer, pages)
+            self.ledger.check_pages(layer, k, v, tenancies, sources)
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.pool.write(layer, self._write_slots, k, v)
@@ -170,7 +174,7 @@ class ModelRunner(ABC):
     def __init__(
         self,
         device: Device,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         *,
         vocabulary: int,
@@ -218,7 +222,7 @@ class ModelRunner(ABC):
             for first, end in [(0, layers)] if layer_wait is None else [(n, n + 1) for n in range(layers)]:
                 if layer_wait is not None:
                     layer_wait(first)
-                touched, accesses = self.pool.touched(batch.read_pages, batch.write_pages, first, end)
+                touched, accesses = self.pool.touched(batch, first, end)
                 work = Work(
                     site="forward",
                     accesses=accesses,

@@ -245,6 +245,8 @@ class Setup:
     io: str | None = None
     graphs: bool = False
     compact_every: int = 0
+    window: int = 0
+    window_pages: int = 0
 
 
 class Lab:
@@ -290,6 +292,8 @@ class Lab:
             io=setup.io,
             graphs=setup.graphs,
             compact_every=setup.compact_every,
+            window=setup.window,
+            window_pages=setup.window_pages,
             scheduler=SchedulerOptions(
                 max_running=setup.max_running,
                 max_extend_tokens=setup.max_extend_tokens,
