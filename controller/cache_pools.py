@@ -10,15 +10,16 @@ from hicache_obs.controller.fence_policy import PageUses
 from hicache_obs.controller.hybrid import HybridTransferEngine, Member
 from hicache_obs.controller.hybrid_controller import HybridUses
 from hicache_obs.controller.hybrid_pool import HybridDevicePool
-from hicache_obs.controller.partial_pool import PartialPool, PartialPools
+from hicache_obs.controller.partial_pool import STATES_PER_REQUEST, PartialPool, PartialPools
 from hicache_obs.controller.pools import FORMS, DevicePool, HostPool, KVLayout, RoundPool
 from hicache_obs.controller.transfer_engine import TransferEngine
 from hicache_obs.controller.translation import Translation
 from hicache_obs.errors import ConfigError
 from hicache_obs.streams.protocol import Device
 
-HYBRIDS: Final = ("swa",)
-"""Layouts of several pools. ``swa``: every second layer has sliding-window attention, in a smaller pool."""
+HYBRIDS: Final = ("swa", "hybrid")
+"""Layouts of several pools. ``swa``: every second layer has sliding-window attention, in a smaller pool. ``hybrid``: of
+three layers one has full attention, one a sliding window and one a state; the last two share their memory."""
 KV_LAYOUTS: Final = (*FORMS, *HYBRIDS)
 WINDOW_PAGES: Final = 2
 """A window is as long as so many pages, if nothing is said."""
@@ -53,7 +54,8 @@ class PoolShape:
         host_pages: Size of the host pools.
         arrangement, io: As of ``HostPool`` and ``TransferEngine``.
         window: Tokens that a sliding-window layer attends to; 0: ``WINDOW_PAGES`` pages.
-        window_pages: Places of the partial pools; 0: half the device pages, or as many as the longest request needs.
+        window_pages: Places of windows; 0: half the device pages, or as many as the longest request needs. States have
+            as many as running requests may need, and half as many again.
         longest: Pages of the longest request.
         rows: Most running requests.
     """
@@ -98,9 +100,9 @@ def open_pools(device: Device, shape: PoolShape) -> CachePools:
 
 def _members(device: Device, shape: PoolShape) -> tuple[Member, ...]:
     layers = range(shape.layout.layers)
-    full, windowed = tuple(layers[::2]), tuple(layers[1::2])
-    if not windowed:
-        raise ConfigError(f"layers: {len(layers)}; --kv {shape.kv} needs at least 2")
+    kinds = 3 if shape.kv == "hybrid" else 2
+    if len(layers) < kinds:
+        raise ConfigError(f"layers: {len(layers)}; --kv {shape.kv} needs at least {kinds}")
     size = shape.layout.page_size
     window = shape.window or WINDOW_PAGES * size
     if window < 2:
@@ -108,22 +110,30 @@ def _members(device: Device, shape: PoolShape) -> tuple[Member, ...]:
     places = shape.window_pages or max(shape.longest, shape.layout.pages // 2)
     if places < shape.longest:
         raise ConfigError(f"window_pages: {places}; the longest request needs {shape.longest}; expected at least that")
-    slabs = PageAllocator(places, name="window")
-    table = Translation(device, shape.layout.pages, slabs, number=0)
-    partial = PartialPool("window", table, window=window, page_size=size, host_pages=shape.host_pages)
-    return (
-        Member("full", full, _device(device, shape, len(full), shape.layout.pages), _host(device, shape, len(full))),
-        Member(
-            "window",
-            windowed,
-            _device(device, shape, len(windowed), places),
-            _host(device, shape, len(windowed)),
-            pool=1,
-            host_number=1,
-            translation=table,
-            partial=partial,
-        ),
-    )
+    if kinds == 3:
+        places += STATES_PER_REQUEST * shape.rows * 3 // 2
+    slabs = PageAllocator(places, name="arena" if kinds == 3 else "window")
+    full, partial = tuple(layers[::kinds]), [tuple(layers[kind::kinds]) for kind in range(1, kinds)]
+    arena = _device(device, shape, max(map(len, partial)), places)
+    members = [
+        Member("full", full, _device(device, shape, len(full), shape.layout.pages), _host(device, shape, len(full)))
+    ]
+    for number, (name, reach, own) in enumerate(zip(("window", "state"), (window, 0), partial, strict=False)):
+        table = Translation(device, shape.layout.pages, slabs, number=number)
+        pool = PartialPool(name, table, window=reach, page_size=size, host_pages=shape.host_pages)
+        members.append(
+            Member(
+                name,
+                own,
+                arena,
+                _host(device, shape, len(own)),
+                pool=1,
+                host_number=1 + number,
+                translation=table,
+                partial=pool,
+            )
+        )
+    return tuple(members)
 
 
 def _device(device: Device, shape: PoolShape, layers: int, pages: int) -> DevicePool:

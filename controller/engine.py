@@ -170,8 +170,16 @@ def build_engine(
         backup_policy = fence_policy(config.write_fence, pools.uses, in_flight, flag="--write-fence")
     controller = CacheController(device, pools.transfers, radix, policy, backup_policy)
     if config.kv in HYBRIDS:
+        # Policy none leaves transfers unfenced, not tables: they are metadata, like index tensors.
+        table_fence = "page" if config.fence == "none" else config.fence
+        tables = [pool.translation.entries_used for pool in pools.partial.pools]
         controller = HybridCacheController(
-            device, pools.transfers, radix, policy, backup_policy, forward=lambda: runner.forward_stream
+            device,
+            pools.transfers,
+            radix,
+            policy,
+            backup_policy,
+            table_policies=[fence_policy(table_fence, uses, in_flight) for uses in tables],
         )
     host_pages = PageAllocator(config.host_pages, name="host")
     scheduler = Scheduler(

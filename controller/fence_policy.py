@@ -143,9 +143,9 @@ class PageFence:
     def fence(self, transfer_stream: Stream, fence_stream: Stream | None, pages: PageIds, purpose: Purpose) -> None:
         """Wait, per stream, for the newest operation in flight that conflicts on one of ``pages``.
 
-        A load-back writes the pages and conflicts with every use; a write-back reads them: with writes only.
+        A write-back reads the pages and conflicts with writes only; whoever writes them conflicts with every use.
         """
-        mode = Mode.WRITE if purpose is Purpose.LOAD_FENCE else Mode.READ
+        mode = Mode.READ if purpose is Purpose.WRITE_FENCE else Mode.WRITE
         for stream_key, ticket in self.allocator.last_uses(pages, mode).items():
             event = self.in_flight.event(stream_key, ticket)
             if event is not None and stream_key != transfer_stream.stream_id:

@@ -101,18 +101,20 @@ class HybridTransferEngine(TransferEngine):
         self, move: PageMove, *, start_event: Event, on_layer_done: Callable[[int], None]
     ) -> Event:
         """See ``TransferEngine.submit_host_to_device``."""
-        self.await_translations(self.host_to_device_stream)
+        if self.io == "kernel":
+            self.await_translations(self.host_to_device_stream)
         return super().submit_host_to_device(move, start_event=start_event, on_layer_done=on_layer_done)
 
     def submit_device_to_host(self, move: PageMove, *, start_event: Event) -> Event:
         """See ``TransferEngine.submit_device_to_host``."""
-        self.await_translations(self.device_to_host_stream)
+        if self.io == "kernel":
+            self.await_translations(self.device_to_host_stream)
         return super().submit_device_to_host(move, start_event=start_event)
 
     def await_translations(self, stream: Stream) -> None:
-        """``stream`` waits for the newest entries of all tables, where copies read them on the device."""
+        """``stream`` waits for the newest entries of all tables: what runs there next reads them on the device."""
         for member in self.members:
-            if member.translation is not None and self.io == "kernel":
+            if member.translation is not None:
                 stream.wait_event(member.translation.ready)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.cache_controller import CacheController, CacheOperation, SubmittedTransfer
-from hicache_obs.controller.fence_policy import EvictingCopy
+from hicache_obs.controller.fence_policy import EvictingCopy, FencePolicy
 from hicache_obs.controller.hybrid import HybridTransferEngine
 from hicache_obs.controller.layer_done import Ticket
 from hicache_obs.controller.partial_pool import PartialPool, PartialPools
@@ -51,17 +51,27 @@ class HybridCacheController(CacheController):
     """A cache controller whose pages have parts in several pools.
 
     Attributes:
-        forward: The stream of the rounds, as of now; tables change on it.
+        table_policies: What the change of each table waits for: the rounds that may read what was there.
+        table_stream: Tables change there.
     """
 
-    forward: Callable[[], Stream] | None = None
+    table_policies: Sequence[FencePolicy] = ()
+    table_stream: Stream = field(init=False)
     _touched: dict[int, PageIds] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.table_stream = self.device.Stream("translation")
 
     @property
     def partial(self) -> list[PartialPool]:
         """The pools that do not have a place for every page."""
+        return [member.partial for member in self._hybrid.members if member.partial is not None]
+
+    @property
+    def _hybrid(self) -> HybridTransferEngine:
         assert isinstance(self.engine, HybridTransferEngine)
-        return [member.partial for member in self.engine.members if member.partial is not None]
+        return self.engine
 
     def load(self, node: Node, device_pages: PageIds, tenancies: PageIds) -> None:
         """See ``CacheController.load``; the pages have the places already that they are to be restored into."""
@@ -91,37 +101,37 @@ class HybridCacheController(CacheController):
         return super().start_loading(step)
 
     def before_round(self, stream: Stream, pages: PageIds) -> None:
-        """See ``CacheController.before_round``."""
+        """See ``CacheController.before_round``; the round will read the tables."""
         self.publish()
+        self._hybrid.await_translations(stream)
         super().before_round(stream, pages)
 
     def before_overwrite(self, stream: Stream, pages: PageIds, purpose: Purpose = Purpose.PLAIN) -> None:
         """See ``CacheController.before_overwrite``; it is the bytes that count."""
-        self._reuse(stream, self.bytes_of(pages), purpose)
+        self._reuse(self.backup_policy or self.policy, stream, self.bytes_of(pages), purpose)
 
     def publish(self) -> None:
-        """Tell the device of new places, on the stream of the rounds, once no write-back reads the old entries."""
-        assert self.forward is not None
-        stream = self.forward()
-        for number, pool in enumerate(self.partial):
+        """Tell the device of new places, once no round and no write-back in flight reads the old entries."""
+        stream = self.table_stream
+        for number, (pool, policy) in enumerate(zip(self.partial, self.table_policies, strict=True)):
             changed = pool.translation.changed
             if len(changed):
-                self._reuse(stream, _entries(number, changed), Purpose.PLAIN)
+                policy.fence(stream, self.load_fence_stream, changed, Purpose.PLAIN)
+                self._reuse(policy, stream, _entries(number, changed), Purpose.PLAIN)
                 pool.translation.publish(stream)
 
     def bytes_of(self, pages: PageIds) -> PageIds:
         """Ids of the places that virtual ``pages`` have, in all pools."""
-        assert isinstance(self.engine, HybridTransferEngine)
         found = []
-        for member in self.engine.members:
+        for member in self._hybrid.members:
             places = member.places(pages)
             found.append(member.pool * _POOL + places[places >= 0])
         return np.concatenate(found)
 
-    def _reuse(self, stream: Stream, touched: PageIds, purpose: Purpose) -> None:
+    def _reuse(self, policy: FencePolicy, stream: Stream, touched: PageIds, purpose: Purpose) -> None:
         readers = [EvictingCopy(w.stream, w.finish, self._touched[w.transfer]) for w in self._writes if w.evicting]
         if readers:
-            (self.backup_policy or self.policy).reuse(stream, readers, touched, purpose)
+            policy.reuse(stream, readers, touched, purpose)
 
     def _start_writing(self, queue: list[CacheOperation], step: int, *, evicting: bool) -> bool:
         if queue:

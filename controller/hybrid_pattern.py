@@ -40,6 +40,7 @@ class HybridPatternRound(PatternRound):
     def embed(self) -> None:
         super().embed()
         self._window_reads: dict[int, _WindowReads] = {}
+        self._lane_weights = self.upload(np.arange(1, 2 * self._lanes, 2))
 
     def attend(self, layer: int) -> None:
         window = self.pool.window(layer)
@@ -54,6 +55,20 @@ class HybridPatternRound(PatternRound):
         if self._reads_all:
             checksum = checksum + self._broken_links_of(layer, reads) * _BROKEN
         self._checksums.append(checksum)
+
+    def advance_states(self, layer: int, states: torch.Tensor, marks: Int64Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """The chain of V, without the V: a state is its newest value, plus the place in the page; V holds the K."""
+        size, shape = self.layout.page_size, (self.layout.heads, self.layout.head_dim)
+        k = self._new_k[layer]
+        rows = self.upload(self.rows)
+        sums = k.cumsum(0)
+        before = (sums - k)[self.upload(self.last + 1 - self.batch.new_lens)]
+        chain = sums - before[rows] + states[:, 0].flatten(1)[rows]
+        self._checksums.append((chain[self.upload(self.last)].view(torch.int64) * self._lane_weights).sum(1))
+        marked = self.upload(marks)
+        places = torch.arange(size, dtype=chain.dtype, device=chain.device)[:, None]
+        kept = (chain[marked][:, None] + places).unflatten(-1, shape)
+        return kept, k[marked][:, None].expand(-1, size, -1).unflatten(-1, shape)
 
     def _prepare_window(self, window: int) -> _WindowReads:
         slots, weights = self._window_sample(window)

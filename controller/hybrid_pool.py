@@ -40,6 +40,11 @@ class HybridDevicePool:
         member, _ = self._owner[layer]
         return 0 if member.partial is None or member.partial.state else member.partial.window
 
+    def state(self, layer: int) -> bool:
+        """See ``RoundPool``."""
+        member, _ = self._owner[layer]
+        return member.partial is not None and member.partial.state
+
     def touched(self, batch: ForwardBatch, first: int, end: int) -> tuple[tuple[int, int], tuple[Access, ...]]:
         """See ``RoundPool``; on the scheduler's thread. Layers count in the layers' pools.
 
@@ -74,6 +79,11 @@ class HybridDevicePool:
         """See ``RoundPool``."""
         member, place = self._owner[layer]
         member.device_pool.write(place, self._slots(member, slots), k, v)
+
+    def write_pages(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See ``RoundPool``."""
+        member, place = self._owner[layer]
+        member.device_pool.write_pages(place, _places(member, pages), k, v)
 
     def _slots(self, member: Member, slots: torch.Tensor) -> torch.Tensor:
         if member.translation is None:

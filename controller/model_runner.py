@@ -18,6 +18,7 @@ import torch
 from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, PartialBatch, RoundResult
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.pools import RoundPool, synchronize
+from hicache_obs.controller.state_rows import StateRows
 from hicache_obs.errors import ControllerError
 from hicache_obs.records import Work
 from hicache_obs.streams.protocol import Device, Stream
@@ -82,6 +83,7 @@ class RoundWork(LaunchedRound):
         self.device = str(token_buffer.device)
         self._token_buffer = token_buffer
         self._next_tokens = next_tokens
+        self._states: StateRows | None = None
 
     def run(self, first: int, end: int) -> None:
         """Run layers ``first <= layer < end``; the first also embeds, the last also samples."""
@@ -90,8 +92,11 @@ class RoundWork(LaunchedRound):
             self.embed()
         for layer in range(first, end):
             self.check(layer)
-            self._write(layer, *self.keys_values(layer))
-            self.attend(layer)
+            if self.pool.state(layer):
+                self._step(layer)
+            else:
+                self._write(layer, *self.keys_values(layer))
+                self.attend(layer)
         if end == self.layout.layers:
             sampled = self.sample()
             self._token_buffer.index_copy_(0, self._token_slots, sampled)
@@ -108,6 +113,19 @@ class RoundWork(LaunchedRound):
     @abstractmethod
     def attend(self, layer: int) -> None:
         """Read the context from the pool, this round's tokens included, and finish ``layer``."""
+
+    def advance_states(self, layer: int, states: torch.Tensor, marks: Int64Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """Go on with the states of a layer that has them, and finish ``layer``.
+
+        Args:
+            layer: It.
+            states: ``(n, page_size, heads, head_dim)``: what each row begins with, as was kept in K; zeros at first.
+            marks: ``(m,) int64``: tokens behind which a state is kept.
+
+        Returns:
+            What to keep, as K and V of ``m`` whole pages.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no layers with states")
 
     @abstractmethod
     def sample(self) -> torch.Tensor:
@@ -154,6 +172,16 @@ class RoundWork(LaunchedRound):
         if len(pages):
             k, v = self.pool.read_pages(layer, pages)
             self.ledger.check_pages(layer, k, v, tenancies, sources)
+
+    def _step(self, layer: int) -> None:
+        if self._states is None:
+            self._states = StateRows.of(self.batch, self.layout.page_size)
+        rows = self._states
+        states, _ = self.pool.read_pages(layer, self.upload(rows.previous))
+        states = states.masked_fill(self.upload(rows.none)[:, None, None, None], 0.0)
+        k, v = self.advance_states(layer, states, rows.marks)
+        self.pool.write_pages(layer, self.upload(rows.pages), k, v)
+        self.ledger.set_pages(layer, k, v, rows.tenancies)
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.pool.write(layer, self._write_slots, k, v)

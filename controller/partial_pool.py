@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_obs.controller.allocator import PageAllocator
+from hicache_obs.controller.page_stamps import PageStamps
 from hicache_obs.controller.radix_node import Int64Array
 from hicache_obs.controller.radix_results import Match
 from hicache_obs.controller.request_state import RequestState
@@ -58,6 +59,7 @@ class PartialPool:
             produced for another page than what the full pool holds of it.
         host_has: ``(host pages,) bool``: whether the host copy of a page has its part of this pool.
         host_sources: ``(host pages,) int64`` tenancies that produced those parts.
+        place_stamps: Who used each place last, whichever page it was of, and whichever pool that shares the bytes.
     """
 
     def __init__(self, name: str, translation: Translation, *, window: int, page_size: int, host_pages: int) -> None:
@@ -72,6 +74,7 @@ class PartialPool:
         self.sources: Int64Array = np.full(pages, -1, np.int64)
         self.host_has: BoolArray = np.zeros(host_pages, np.bool_)
         self.host_sources: Int64Array = np.full(host_pages, -1, np.int64)
+        self.place_stamps: PageStamps | PageAllocator = translation.slabs
         self._users: Int64Array = np.zeros(pages, np.int64)
         self._pins: Int64Array = np.zeros(pages, np.int64)
         self._used: Int64Array = np.zeros(pages, np.int64)
@@ -340,13 +343,15 @@ class PartialPools:
         found: dict[int, int] = {}
         for pool in self.pools:
             places = pool.translation.places(pages[pool.translation.here(pages)])
-            for stream, ticket in pool.translation.slabs.last_uses(places, mode).items():
+            for stream, ticket in pool.place_stamps.last_uses(places, mode).items():
                 found[stream] = max(ticket, found.get(stream, 0))
         return found
 
     def _stamp(self, pool: PartialPool, pages: PageIds, state: RequestState, mode: Mode) -> None:
-        places = pool.translation.places(pages[pool.translation.here(pages)])
-        pool.translation.slabs.stamp(places, state.last_stream, max(state.last_round, 1), mode=mode)
+        pages = pages[pool.translation.here(pages)]
+        stream, ticket = state.last_stream, max(state.last_round, 1)
+        pool.place_stamps.stamp(pool.translation.places(pages), stream, ticket, mode=mode)
+        pool.translation.entries_used.stamp(pages, stream, ticket, mode=Mode.READ)
 
     def _arenas(self) -> list[PageAllocator]:
         return list({id(pool.translation.slabs): pool.translation.slabs for pool in self.pools}.values())

@@ -130,6 +130,9 @@ class RoundPool(Protocol):
     def window(self, layer: int) -> int:
         """Tokens that the layer attends to, itself included; 0: all."""
 
+    def state(self, layer: int) -> bool:
+        """Whether the layer has a state instead of attention."""
+
     def touched(self, batch: ForwardBatch, first: int, end: int) -> tuple[tuple[int, int], tuple[Access, ...]]:
         """What a segment of ``batch`` at layers ``first <= layer < end`` says that it touches, and at which layers."""
 
@@ -141,6 +144,9 @@ class RoundPool(Protocol):
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store K and V, ``(n, heads, head_dim)`` of ``layout.dtype``, in ``(n,) int64`` slots, each named once."""
+
+    def write_pages(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store K and V, ``(n, page_size, heads, head_dim)``, in ``(n,) int64`` pages, each named once."""
 
 
 class DevicePool:
@@ -188,6 +194,10 @@ class DevicePool:
         """See ``RoundPool``."""
         return 0
 
+    def state(self, layer: int) -> bool:
+        """See ``RoundPool``."""
+        return False
+
     def touched(self, batch: ForwardBatch, first: int, end: int) -> tuple[tuple[int, int], tuple[Access, ...]]:
         """See ``RoundPool``."""
         return (first, end), (device_access(Mode.READ, batch.read_pages), device_access(Mode.WRITE, batch.write_pages))
@@ -211,6 +221,12 @@ class DevicePool:
         slots = (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
         k, v = (self.read(part, layer, slots).unflatten(0, (-1, size)) for part in (0, 1))
         return k, v
+
+    def write_pages(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See ``RoundPool``."""
+        size = self.layout.page_size
+        slots = (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
+        self.write(layer, slots, k.flatten(0, 1), v.flatten(0, 1))
 
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Copy ``(n,) int64`` pages ``old`` to pages ``new``, at all layers."""

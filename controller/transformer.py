@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hicache_obs.controller.batch import BatchMode, ForwardBatch
+from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import TOKEN_SLOTS, ModelRunner, RoundWork
 from hicache_obs.controller.pools import KVLayout, RoundPool, synchronize
@@ -145,6 +145,26 @@ class TransformerRound(RoundWork):
         x = self._x + attended.flatten(1) @ weights.out
         gate, up = (rms_norm(x) @ weights.gate_up).chunk(2, dim=-1)
         self._x = x + (F.silu(gate) * up) @ weights.down
+
+    def advance_states(self, layer: int, states: torch.Tensor, marks: Int64Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """``page_size`` averages of K·V that forget at different rates; V of what is kept is the newest input."""
+        k, v = self.keys_values(layer)
+        inputs, new = k * v, self.batch.new_lens
+        rates = (torch.arange(1, states.shape[1] + 1, device=states.device) / (states.shape[1] + 1))[:, None, None]
+        number = np.full(len(inputs), len(marks))
+        number[marks] = np.arange(len(marks))
+        kept = states.new_zeros((len(marks) + 1, *states.shape[1:]))  # the last one is for tokens without a mark
+        summed = torch.empty_like(inputs)
+        for step in range(int(new.max())):
+            rows = np.flatnonzero(new > step)
+            tokens = (self.last + 1 - new)[rows] + step
+            row, token = self.upload(rows), self.upload(tokens)
+            states[row] += rates * (inputs[token][:, None] - states[row])
+            summed[token] = states[row].sum(1)
+            kept[self.upload(number[tokens])] = states[row]
+        self.mix(layer, self._q * summed / math.sqrt(states.shape[1]))
+        newest = inputs[self.upload(marks)][:, None]
+        return kept[:-1], newest.expand(-1, states.shape[1], -1, -1)
 
     def sample(self) -> torch.Tensor:
         self.logits = rms_norm(self._x[self.upload(self.last)]) @ self._weights.head

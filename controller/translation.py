@@ -1,9 +1,13 @@
 """Virtual page ids: which of them have a place in a pool, and where; on the host, and in a table that the device reads.
 
-The host knows a new place at once. The device learns it when the changes are *published*: written into the table on
-the stream of the rounds, behind those that read the old entries. Copies run on other streams and read the table too, so
-they wait for the newest publication. A place that is taken away stays in the table until the entry gets another one:
-nobody may read an entry without a place.
+The host knows a new place at once. The device learns it when the changes are *published*: written into the table, on a
+stream of its own. That gives a table two order rules:
+
+* An entry is written after the rounds and copies in flight that read what was there: the page may have been another's.
+* A round or a copy reads the table after the newest publication.
+
+A place that is taken away stays in the table until the entry gets another one: nobody may read an entry without a
+place.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.index_blocks import INDEX_BUFFERS
 from hicache_obs.controller.model_runner import to_device
+from hicache_obs.controller.page_stamps import PageStamps
 from hicache_obs.controller.pools import synchronize
 from hicache_obs.controller.radix_node import Int64Array
 from hicache_obs.records import Access, Mode, PageIds, Space, Work
@@ -31,6 +36,7 @@ class Translation:
 
     Attributes:
         slabs: Gives the places; may be shared with other tables.
+        entries_used: Who read the entry of each virtual page last.
         table: ``(pages,) int64``, device: place of each virtual page that has one.
         ready: Recorded after the newest change of the table.
         published: Changes of the table so far, launches.
@@ -39,6 +45,7 @@ class Translation:
     def __init__(self, on: Device, pages: int, slabs: PageAllocator, *, number: int) -> None:
         """``pages`` virtual ids without places; ``number`` of the table among those of its engine."""
         self.slabs = slabs
+        self.entries_used = PageStamps(pages, name=f"{slabs.name} table")
         self.table = torch.zeros(pages, dtype=torch.int64, device=on.torch_device)
         self.ready: Event = on.Event()
         self.published = 0
@@ -96,7 +103,7 @@ class Translation:
         self._changed.append(new.copy())
 
     def publish(self, stream: Stream) -> None:
-        """Write all changes into the table, on ``stream``."""
+        """Write all changes into the table, on ``stream``, which was made to wait for who reads the old entries."""
         pages = self.changed
         self._changed.clear()
         if not len(pages):

@@ -26,7 +26,7 @@ from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
 from hicache_obs.controller.radix_node import joined, last_nodes
-from hicache_obs.controller.watching import watch_blocks
+from hicache_obs.controller.watching import name_pools, watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.exporters.catalogue import Phase, RingProblem
@@ -409,10 +409,10 @@ class DemoRun:
             )
             recorder = Recorder(ring, clock=bare.host_ns, first_op=self._next_op)
             recorder.define_engine(ENGINE)
-            recorder.define_pool("kv", options.engine.layers)
             observed = RecordedDevice(bare, recorder)
             threads = SeededThreads(recorder, options.seed) if options.device == "virtual" else None
             engine = build_engine(observed, self._config(fence), options.requests, threads=threads)
+            name_pools(engine.controller.engine, recorder)
             watch_blocks(engine.controller.engine, recorder)
             engine.scheduler.on_alloc = self._on_alloc(recorder, fence)
             engine.scheduler.on_discard = recorder.rows_discarded

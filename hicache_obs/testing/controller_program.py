@@ -15,7 +15,7 @@ import numpy as np
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.storage_config import StorageConfig
-from hicache_obs.controller.watching import watch_blocks
+from hicache_obs.controller.watching import name_pools, watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.findings import Hazard
 from hicache_obs.records import Mode, PageIds, device
@@ -159,7 +159,6 @@ class ControllerProgram:
         """One run; AssertionError if it computed something wrong."""
         recorder = world.recorder
         recorder.define_engine("hicache-obs controller")
-        recorder.define_pool("kv", self._config.layers)
         engine = build_engine(world.device, self._config, self.requests, threads=world, backend=MemoryBackend())
 
         def on_alloc(owner: int, pages: PageIds) -> None:
@@ -168,6 +167,7 @@ class ControllerProgram:
         def on_free(owner: int, pages: PageIds) -> None:
             recorder.page_free(owner, device(Mode.WRITE, pages))
 
+        name_pools(engine.controller.engine, recorder)
         watch_blocks(engine.controller.engine, recorder)
         engine.scheduler.on_alloc, engine.scheduler.on_free = on_alloc, on_free
         for name in self._off:

@@ -23,7 +23,7 @@ from typing import Any, Final
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.controller.batch import RoundResult
 from hicache_obs.controller.engine import Engine, build_engine
-from hicache_obs.controller.watching import watch_blocks
+from hicache_obs.controller.watching import name_pools, watch_blocks
 from hicache_obs.errors import StreamError
 from hicache_obs.findings import Finding, Hazard
 from hicache_obs.recorder.nvtx_ranges import NoRanges
@@ -210,11 +210,11 @@ def run(protection: Protection, fence: str, schedule: Schedule, *, seed: int = 0
     config = engine_for((protection,), fence, storage=protection.storage)
     limits = replace(config.scheduler, poll_acks=False)
     config = replace(config, scheduler=limits, device_pages=PAGES, host_pages=PAGES)
-    recorder.define_pool("kv", config.layers)
     work = requests(GRAPH_WORKLOAD if config.graphs else AGAIN if protection.storage else WORKLOAD)
     with closing(SeededThreads(recorder, seed)) as threads:
         recorded = RecordedDevice(device, recorder)
         engine = build_engine(recorded, config, work, threads=threads, backend=MemoryBackend())
+        name_pools(engine.controller.engine, recorder)
         watch_blocks(engine.controller.engine, recorder)
         if off:
             protection.remove(engine)

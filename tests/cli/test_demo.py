@@ -211,7 +211,10 @@ def test_every_form_of_the_pools(capsys: pytest.CaptureFixture[str], flags: list
     ("flags", "message"),
     [
         (["--graphs"], "--graphs: --runner transformer cannot be captured; expected --runner pattern"),
-        (["--kv", "fp8"], "--kv fp8: --runner transformer needs one of mha, mla, swa; expected --runner pattern"),
+        (
+            ["--kv", "fp8"],
+            "--kv fp8: --runner transformer needs one of mha, mla, swa, hybrid; expected --runner pattern",
+        ),
         (["--host-layout", "token-first"], "'token-first' is not one of 'layer-first', 'page-first'"),
         (["--io", "dma"], "'dma' is not one of 'kernel', 'direct'"),
         (["--compact-every", "-1"], "--compact-every"),
