@@ -122,6 +122,10 @@ class HybridTransferEngine(TransferEngine):
         """See ``TransferEngine.model_layers``."""
         return self._layers
 
+    def places(self, pages: PageIds) -> Sequence[tuple[int, PageIds]]:
+        """See ``TransferEngine.places``."""
+        return [(member.pool, member.places(pages)) for member in self.members]
+
     def load_parts(self, move: PageMove) -> Sequence[Sequence[Part]]:
         """See ``TransferEngine.load_parts``."""
         moved = {id(member): member.moved(move, to_device=True) for member in self.members}

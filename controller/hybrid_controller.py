@@ -122,11 +122,7 @@ class HybridCacheController(CacheController):
 
     def bytes_of(self, pages: PageIds) -> PageIds:
         """Ids of the places that virtual ``pages`` have, in all pools."""
-        found = []
-        for member in self._hybrid.members:
-            places = member.places(pages)
-            found.append(member.pool * _POOL + places[places >= 0])
-        return np.concatenate(found)
+        return np.concatenate([pool * _POOL + places[places >= 0] for pool, places in self.engine.places(pages)])
 
     def _reuse(self, policy: FencePolicy, stream: Stream, touched: PageIds, purpose: Purpose) -> None:
         readers = [EvictingCopy(w.stream, w.finish, self._touched[w.transfer]) for w in self._writes if w.evicting]

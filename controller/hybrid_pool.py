@@ -27,7 +27,6 @@ class HybridDevicePool:
         """``members`` that are partial stand for ``ForwardBatch.partial`` in their order."""
         self.layout = layout
         self._partial = [member for member in members if member.partial is not None]
-        self._members = tuple(members)
         self._owner = {layer: (member, place) for member in members for place, layer in enumerate(member.layers)}
 
     def partial(self, layer: int) -> int | None:
@@ -45,25 +44,20 @@ class HybridDevicePool:
         member, _ = self._owner[layer]
         return member.partial is not None and member.partial.state
 
-    def touched(self, batch: ForwardBatch, first: int, end: int) -> tuple[tuple[int, int], tuple[Access, ...]]:
-        """See ``RoundPool``; on the scheduler's thread. Layers count in the layers' pools.
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """See ``RoundPool``: runs of layers of one member."""
+        owners = [self._owner[layer][0] for layer in range(self.layout.layers)]
+        starts = [layer for layer, owner in enumerate(owners) if not layer or owner is not owners[layer - 1]]
+        return list(zip(starts, [*starts[1:], len(owners)], strict=True))
 
-        A segment of several layers is taken to touch its pools at all of their layers.
-        """
-        members = [member for member in self._members if any(first <= layer < end for layer in member.layers)]
-        layers = (0, self.layout.layers)
-        if end - first == 1:
-            place = self._owner[first][1]
-            layers = (place, place + 1)
-        accesses: list[Access] = []
-        for member in members:
-            part = batch if member.partial is None else batch.partial[self._partial.index(member)]
-            accesses.append(member.accesses(Mode.READ, part.read_pages))
-            accesses.append(member.accesses(Mode.WRITE, part.write_pages))
-            if member.translation is not None:
-                used = np.union1d(part.read_pages, part.write_pages)
-                accesses.append(member.translation.reads(used))
-        return layers, tuple(accesses)
+    def touched(self, batch: ForwardBatch, first: int, end: int) -> tuple[tuple[int, int], tuple[Access, ...]]:
+        """See ``RoundPool``; on the scheduler's thread. The layers are one member's, and count in its pool."""
+        member, place = self._owner[first]
+        part = batch if member.partial is None else batch.partial[self._partial.index(member)]
+        accesses = [member.accesses(Mode.READ, part.read_pages), member.accesses(Mode.WRITE, part.write_pages)]
+        if member.translation is not None:
+            accesses.append(member.translation.reads(np.union1d(part.read_pages, part.write_pages)))
+        return (place, place + end - first), tuple(accesses)
 
     def read(self, part: int, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """See ``RoundPool``."""

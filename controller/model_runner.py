@@ -230,7 +230,7 @@ class ModelRunner(ABC):
             batch: Its arrays must not change before the round is done.
             layer_wait: Given when the round consumes a load-back. Called with each layer right before that
                 layer's segment is launched, the forward stream being current. Without it the round is one
-                segment.
+                segment, or one for each run of layers in one pool.
             read_metadata: Given when the rounds share their metadata. Called before the first segment is launched,
                 the forward stream being current, to launch the round's read of them.
 
@@ -247,7 +247,7 @@ class ModelRunner(ABC):
         with self.device.stream(self.forward_stream):
             if read_metadata is not None:
                 read_metadata(batch, round_work)
-            for first, end in [(0, layers)] if layer_wait is None else [(n, n + 1) for n in range(layers)]:
+            for first, end in self.pool.segments() if layer_wait is None else [(n, n + 1) for n in range(layers)]:
                 if layer_wait is not None:
                     layer_wait(first)
                 touched, accesses = self.pool.touched(batch, first, end)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -133,6 +133,9 @@ class RoundPool(Protocol):
     def state(self, layer: int) -> bool:
         """Whether the layer has a state instead of attention."""
 
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """Layers of each segment of a round that consumes no load-back, half-open, in order."""
+
     def touched(self, batch: ForwardBatch, first: int, end: int) -> tuple[tuple[int, int], tuple[Access, ...]]:
         """What a segment of ``batch`` at layers ``first <= layer < end`` says that it touches, and at which layers."""
 
@@ -197,6 +200,10 @@ class DevicePool:
     def state(self, layer: int) -> bool:
         """See ``RoundPool``."""
         return False
+
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """See ``RoundPool``: one."""
+        return [(0, self.layout.layers)]
 
     def touched(self, batch: ForwardBatch, first: int, end: int) -> tuple[tuple[int, int], tuple[Access, ...]]:
         """See ``RoundPool``."""

@@ -20,12 +20,12 @@ from hicache_obs import __version__
 from hicache_obs.agent import Agent, Fanout, Follower, RankPipeline, WatchedRing
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.tally import Defect, Tally
+from hicache_obs.cli.lineage import ExplainingTally, Lineage
 from hicache_obs.cli.outputs import Outputs, made_up_traceparent
 from hicache_obs.config import read_setting
 from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
-from hicache_obs.controller.radix_node import joined, last_nodes
 from hicache_obs.controller.watching import name_pools, watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
@@ -33,13 +33,13 @@ from hicache_obs.exporters.catalogue import Phase, RingProblem
 from hicache_obs.exporters.findings_board import FindingsBoard
 from hicache_obs.exporters.metrics_sink import MetricsSink
 from hicache_obs.exporters.prometheus import ONLY_RANK, Metrics
-from hicache_obs.findings import ExitCode, Finding, Hazard, Verdict, worst
+from hicache_obs.findings import ExitCode, Hazard, Verdict, worst
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.records import AnyRecord, DefineSpace, Direction, Mode, PageIds, device
+from hicache_obs.records import AnyRecord, DefineSpace, Mode, PageIds, device
 from hicache_obs.streams import CostModel, open_device
 from hicache_obs.streams.protocol import Device
 from hicache_obs.testing.world import SeededThreads
@@ -200,71 +200,6 @@ class _Journal:
         self._writer.close()
 
 
-class _Lineage:
-    """Which transfers have moved the contents of a restored page; matches wrong pages with findings.
-
-    Listens to the controller (every transfer), the scheduler (every move) and the analyzer (every finding). Contents
-    are named by the tenancy that produced them, which they keep on every tier.
-    """
-
-    def __init__(self) -> None:
-        self._moved: dict[int, set[tuple[int, int]]] = {}  # tenancy -> (transfer, device page)
-        self._restored: dict[tuple[int, int], int] = {}  # (step, device page) -> tenancy
-        self._raced: set[tuple[int, int]] = set()
-        self._holds: dict[int, int] = {}  # device page -> tenancy restored to it last, or moved there since
-        self._arrived: dict[tuple[int, int], int | None] = {}  # (step, device page moved to) -> what was moved
-        self._moves_raced: set[int] = set()
-
-    def on_move(self, step: int, old: PageIds, new: PageIds) -> None:
-        held = [self._holds.get(page) for page in old.tolist()]
-        for page, tenancy in zip(new.tolist(), held, strict=True):
-            self._arrived[step, page] = tenancy
-            self._holds.pop(page, None)
-            if tenancy is not None:
-                self._holds[page] = tenancy
-
-    def on_transfer(self, transfer: SubmittedTransfer) -> None:
-        for operation in transfer.operations:
-            page_tokens = len(operation.node.tokens) // len(operation.node.host_sources)
-            nodes = last_nodes(operation.node, page_tokens * len(operation.device_pages))
-            tenancies = joined([node.host_sources for node in nodes]).tolist()
-            for device_page, tenancy in zip(operation.device_pages.tolist(), tenancies, strict=True):
-                self._moved.setdefault(tenancy, set()).add((transfer.transfer, device_page))
-                if transfer.direction is Direction.HOST_TO_DEVICE:
-                    self._restored[transfer.step, device_page] = tenancy
-                    self._holds[device_page] = tenancy
-
-    def on_finding(self, finding: Finding) -> None:
-        for side in (finding.earlier, finding.later):
-            if finding.space == "device" and side.what in ("restore", "backup"):
-                self._raced.update((side.group, page) for page in finding.pages)
-            if side.what == "relocate":
-                self._moves_raced.update(finding.pages)
-
-    def explains(self, step: int, device_page: int) -> bool:
-        """Whether a finding covers a transfer of what the load-back of ``device_page`` in ``step`` restored.
-
-        For a page that moved there in ``step``: the move, or a transfer of what was moved.
-        """
-        place = (step, device_page)
-        if place not in self._restored and device_page in self._moves_raced:
-            return True
-        tenancy = self._restored[place] if place in self._restored else self._arrived[place]
-        return tenancy is not None and not self._raced.isdisjoint(self._moved[tenancy])
-
-
-class _ExplainingTally(Tally):
-    """A tally that also tells the lineage about findings."""
-
-    def __init__(self, lineage: _Lineage) -> None:
-        super().__init__()
-        self._lineage = lineage
-
-    def on_finding(self, finding: Finding) -> None:
-        super().on_finding(finding)
-        self._lineage.on_finding(finding)
-
-
 class DemoRun:
     """Runs the modes of one demo.
 
@@ -322,15 +257,15 @@ class DemoRun:
 
     def _check(self, fence: str, reference: dict[int, list[int]]) -> ModeResult:
         self._journal_problem = ""
-        lineage = _Lineage()
-        tally = _ExplainingTally(lineage)
+        lineage = Lineage()
+        tally = ExplainingTally(lineage)
         sinks = [tally, *self._metrics_sinks(findings=True)]
         with self._observed(fence, self._options.schedule, sinks, journal=True) as (engine, agent, analyzer):
             gate = WriterGate(engine.scheduler)
 
             def on_transfer(transfer: SubmittedTransfer) -> None:
                 gate.on_transfer(transfer)
-                lineage.on_transfer(transfer)
+                lineage.on_transfer(transfer, engine.controller.engine)
 
             engine.controller.on_transfer, engine.scheduler.on_move = on_transfer, lineage.on_move
             self._run(engine, f"{fence}: check", agent)

@@ -193,6 +193,8 @@ def test_the_policies_are_those_of_the_controller() -> None:
         pytest.param(["--kv", "mla", "--host-layout", "page-first"], marks=pytest.mark.slow),
         pytest.param(["--graphs"], marks=pytest.mark.slow),
         ["--compact-every", "1"],
+        pytest.param(["--kv", "swa"], marks=pytest.mark.slow),
+        ["--kv", "hybrid"],
     ],
 )
 def test_every_form_of_the_pools(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
@@ -228,7 +230,7 @@ def test_pools_that_do_not_exist(capsys: pytest.CaptureFixture[str], flags: list
 def test_the_choices_are_those_of_the_controller() -> None:
     """The command may not import torch to list them."""
     from hicache_obs.cli import demo as command
-    from hicache_obs.controller import page_copies, pools
+    from hicache_obs.controller import cache_pools, page_copies, pools
 
-    assert (command.FORMS, command.HOST_LAYOUTS) == (pools.FORMS, pools.HOST_LAYOUTS)
+    assert (command.KV_LAYOUTS, command.HOST_LAYOUTS) == (cache_pools.KV_LAYOUTS, pools.HOST_LAYOUTS)
     assert command.IO_BACKENDS == page_copies.IO_BACKENDS
