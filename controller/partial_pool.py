@@ -199,7 +199,7 @@ class PartialPools:
         pools: They.
         rows: Most running requests.
         before_free: Called before places are given up: queued write-backs of evicted pages are submitted there.
-        settle: Called when all places that could be given up are pinned: ends the pins, and may block for it.
+        settle: Called when the places that could be given up are pinned: ends the pins, and may block for it.
         tombstones: Places given up in the tree for others.
         passed: Places of requests that their window has passed.
     """
@@ -248,19 +248,16 @@ class PartialPools:
         return [0 if pool.state else pages for pool in self.pools]
 
     def possible(self, needs: Sequence[int]) -> bool:
-        """Whether there are so many places, once others are given up."""
+        """Whether there are so many places; others are given up for them when they are assigned.
+
+        What states of running requests may come to need is set aside.
+        """
         for slabs in self._arenas():
             wanted = sum(need for pool, need in zip(self.pools, needs, strict=True) if pool.translation.slabs is slabs)
             room = slabs.available + sum(len(pool.evictable()) for pool in self._of(slabs))
             if wanted and wanted + self._set_aside(slabs) > room:
                 return False
         return True
-
-    def make_room(self, needs: Sequence[int]) -> None:
-        """Give places up until there are so many; ``possible`` said that it is."""
-        for slabs in self._arenas():
-            wanted = sum(need for pool, need in zip(self.pools, needs, strict=True) if pool.translation.slabs is slabs)
-            self._free(slabs, wanted)
 
     def begin(self, state: RequestState, start: int) -> None:
         """A request is admitted and goes on with token ``start``. Partner of ``end``."""
@@ -278,15 +275,13 @@ class PartialPools:
         numbers = state.page_count + np.arange(len(pages))
         for pool in self.pools:
             wanted = (numbers >= pool.low(state)) & pool.host_has[host_pages]
-            if pool.state:
-                self._free(pool.translation.slabs, int(wanted.sum()))
-            pool.fill(pages[wanted], tenancies[wanted], pool.host_sources[host_pages[wanted]])
+            self._fill(pool, pages[wanted], tenancies[wanted], pool.host_sources[host_pages[wanted]])
 
     def grown(self, pages: PageIds, tenancies: Int64Array) -> None:
         """The request gets fresh pages: the rounds will write their windows; states get places round by round."""
         for pool in self.pools:
             if not pool.state:
-                pool.fill(pages, tenancies, tenancies)
+                self._fill(pool, pages, tenancies, tenancies)
 
     def advance(
         self, state: RequestState, start: int, end: int, *, row: PageIds, tenancies: Int64Array, shared: int
@@ -309,9 +304,8 @@ class PartialPools:
                 number = max(start // size, pool.first(end // size * size))
                 entered = row[number : -(-end // size)]
                 fresh = ~pool.translation.here(entered)
-                self._free(pool.translation.slabs, int(fresh.sum()))
                 new = tenancies[number : -(-end // size)][fresh]
-                pool.fill(entered[fresh], new, new)
+                self._fill(pool, entered[fresh], new, new)
 
     def stamp(self, state: RequestState, row: PageIds, kept: int) -> None:
         """Stamp the places of the request's pages with its newest round, which writes past page ``kept``."""
@@ -363,6 +357,10 @@ class PartialPools:
         """Places that states of running requests may still come to need."""
         states = [pool for pool in self._of(slabs) if pool.state]
         return sum(STATES_PER_REQUEST * self.rows - pool.live() for pool in states)
+
+    def _fill(self, pool: PartialPool, pages: PageIds, tenancies: Int64Array, sources: Int64Array) -> None:
+        self._free(pool.translation.slabs, len(pages))
+        pool.fill(pages, tenancies, sources)
 
     def _free(self, slabs: PageAllocator, wanted: int) -> None:
         """Give places up until ``wanted`` are free."""

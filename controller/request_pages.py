@@ -45,7 +45,7 @@ class RequestPages:
         """Evict until ``pages`` are free, if that is possible.
 
         Args:
-            needs: Places to free in each partial pool; default: as more pages of a running request need.
+            needs: Places there must be in each partial pool; default: as more pages of a running request need.
         """
         missing = pages - self.allocator.available
         needs = self.partial.more(pages) if needs is None else needs
@@ -57,7 +57,6 @@ class RequestPages:
             if self.before_free is not None:
                 self.before_free()
             self.free(-1, evicted, cold=True)
-        self.partial.make_room(needs)
         return True
 
     def alloc(self, owner: int, count: int) -> tuple[PageIds, Int64Array]:
