@@ -83,14 +83,16 @@ def open_pools(device: Device, shape: PoolShape) -> CachePools:
             raise ConfigError(f"window: --kv {shape.kv} has no sliding window; expected {' or '.join(HYBRIDS)}")
         pool = DevicePool(shape.layout, device.torch_device)
         host = _host(device, shape, shape.layout.layers)
-        transfers = TransferEngine(device, pool, host, io=shape.io)
-        return CachePools(pool, transfers, PartialPools(), device_pages, device_pages, host)
+        plain = TransferEngine(device, pool, host, io=shape.io)
+        return CachePools(pool, plain, PartialPools(), device_pages, device_pages, host)
     members = _members(device, shape)
     pools = [member.partial for member in members if member.partial is not None]
     partial = PartialPools(pools, rows=shape.rows)
+    transfers = HybridTransferEngine(device, members, io=shape.io)
+    transfers.parts_only = partial.parts_only
     return CachePools(
         HybridDevicePool(members, shape.layout),
-        HybridTransferEngine(device, members, io=shape.io),
+        transfers,
         partial,
         device_pages,
         HybridUses(device_pages, partial),

@@ -168,7 +168,7 @@ def build_engine(
     backup_policy = None
     if config.write_fence is not None:
         backup_policy = fence_policy(config.write_fence, pools.uses, in_flight, flag="--write-fence")
-    controller = CacheController(device, pools.transfers, radix, policy, backup_policy)
+    controller: CacheController
     if config.kv in HYBRIDS:
         # Policy none leaves transfers unfenced, not tables: they are metadata, like index tensors.
         table_fence = "page" if config.fence == "none" else config.fence
@@ -179,8 +179,12 @@ def build_engine(
             radix,
             policy,
             backup_policy,
+            partial_pools=pools.partial,
             table_policies=[fence_policy(table_fence, uses, in_flight) for uses in tables],
         )
+        pools.partial.load_parts = controller.load_parts
+    else:
+        controller = CacheController(device, pools.transfers, radix, policy, backup_policy)
     host_pages = PageAllocator(config.host_pages, name="host")
     scheduler = Scheduler(
         runner,

@@ -69,7 +69,7 @@ class Member:
         if self.partial is None:
             return np.ones(len(move.device_pages), np.bool_)
         if to_device:
-            return self.partial.translation.here(move.device_pages)
+            return self.partial.arriving[move.device_pages]
         return self.partial.host_has[move.host_pages]
 
 
@@ -83,6 +83,7 @@ class HybridTransferEngine(TransferEngine):
 
     Attributes:
         members: They.
+        parts_only: As of ``PartialPools``: pages that are not moved in pools that have all pages.
 
     Raises:
         ConfigError: A layer has no member, or several.
@@ -94,6 +95,7 @@ class HybridTransferEngine(TransferEngine):
         if owned != list(range(len(owned))):
             raise ConfigError(f"hybrid pools: layers {owned}; expected each of 0..{max(owned)} exactly once")
         self.members = tuple(members)
+        self.parts_only: BoolArray | None = None
         self._layers = len(owned)
         self._owner = {layer: (member, place) for member in self.members for place, layer in enumerate(member.layers)}
 
@@ -129,6 +131,10 @@ class HybridTransferEngine(TransferEngine):
     def load_parts(self, move: PageMove) -> Sequence[Sequence[Part]]:
         """See ``TransferEngine.load_parts``."""
         moved = {id(member): member.moved(move, to_device=True) for member in self.members}
+        if self.parts_only is not None:
+            for member in self.members:
+                if member.partial is None:
+                    moved[id(member)] &= ~self.parts_only[move.device_pages]
         parts = []
         for layer in range(self._layers):
             member, place = self._owner[layer]

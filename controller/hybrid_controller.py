@@ -40,7 +40,7 @@ class HybridUses:
 
     def last_uses(self, ids: PageIds, mode: Mode = Mode.WRITE) -> dict[int, int]:
         """See ``PageAllocator.last_uses``."""
-        found = self.pages.last_uses(ids, mode)
+        found = self.pages.last_uses(ids[~self.partial.parts_only[ids]], mode)
         for stream, ticket in self.partial.last_uses(ids, mode).items():
             found[stream] = max(ticket, found.get(stream, 0))
         return found
@@ -52,10 +52,12 @@ class HybridCacheController(CacheController):
 
     Attributes:
         table_policies: What the change of each table waits for: the rounds that may read what was there.
+        partial_pools: Told of submitted load-backs.
         table_stream: Tables change there.
     """
 
     table_policies: Sequence[FencePolicy] = ()
+    partial_pools: PartialPools | None = None
     table_stream: Stream = field(init=False)
     _touched: dict[int, PageIds] = field(default_factory=dict)
 
@@ -78,6 +80,15 @@ class HybridCacheController(CacheController):
         super().load(node, device_pages, tenancies)
         for pool in self.partial:
             pool.pin(device_pages)
+
+    def load_parts(self, node: Node) -> None:
+        """Queue the load-back of what is ``arriving`` of a node that is on both tiers; otherwise as ``load``."""
+        assert node.device_pages is not None
+        assert node.host_pages is not None
+        node.loading = True
+        self._load_queue.append(CacheOperation(node, node.device_pages, node.host_pages))
+        for pool in self.partial:
+            pool.pin(node.device_pages)
 
     def write(self, node: Node, host_pages: PageIds) -> None:
         """See ``CacheController.write``; copies what there is of the pages now."""
@@ -140,6 +151,8 @@ class HybridCacheController(CacheController):
             entries = [_entries(number, pages) for number in range(len(self.partial))]
             self._touched[transfer.transfer] = np.concatenate([self.bytes_of(pages), *entries])
         super()._submitted(queue, transfer)
+        if transfer.direction is Direction.HOST_TO_DEVICE and self.partial_pools is not None:
+            self.partial_pools.submitted(pages)
 
     def _release(self, done: SubmittedTransfer) -> None:
         super()._release(done)

@@ -11,6 +11,8 @@ state    a layer has one recurrent state; the place of a page holds the state af
          that is not full: after the newest one), so only the page before the next token is needed
 =======  ==============================================================================================================
 
+What is a tombstone on the device may still be in host memory: then only that part of the page is restored.
+
 Computing token ``start`` needs the pages that hold tokens ``start - window + 1 … start - 1``; with a state ``window``
 counts as 2. A cached prefix can be used up to a length at which each pool has what it needs there.
 
@@ -31,7 +33,7 @@ import numpy.typing as npt
 
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.page_stamps import PageStamps
-from hicache_obs.controller.radix_node import Int64Array
+from hicache_obs.controller.radix_node import EMPTY, Int64Array, Node, joined
 from hicache_obs.controller.radix_results import Match
 from hicache_obs.controller.request_state import RequestState
 from hicache_obs.controller.translation import Translation
@@ -59,6 +61,7 @@ class PartialPool:
             produced for another page than what the full pool holds of it.
         host_has: ``(host pages,) bool``: whether the host copy of a page has its part of this pool.
         host_sources: ``(host pages,) int64`` tenancies that produced those parts.
+        arriving: ``(pages,) bool``: whether the next load-back restores the part of each virtual page.
         place_stamps: Who used each place last, whichever page it was of, and whichever pool that shares the bytes.
     """
 
@@ -74,6 +77,7 @@ class PartialPool:
         self.sources: Int64Array = np.full(pages, -1, np.int64)
         self.host_has: BoolArray = np.zeros(host_pages, np.bool_)
         self.host_sources: Int64Array = np.full(host_pages, -1, np.int64)
+        self.arriving: BoolArray = np.zeros(pages, np.bool_)
         self.place_stamps: PageStamps | PageAllocator = translation.slabs
         self._users: Int64Array = np.zeros(pages, np.int64)
         self._pins: Int64Array = np.zeros(pages, np.int64)
@@ -97,6 +101,16 @@ class PartialPool:
     def low(self, state: RequestState) -> int:
         """Number of the first page that a running request still needs."""
         return self._low[state.slot]
+
+    def has(self, node: Node) -> BoolArray:
+        """``(n,) bool``: which pages of a cached node have their part on the device, or can get it from host memory."""
+        if node.device_pages is None:
+            assert node.host_pages is not None  # it is somewhere
+            return self.host_has[node.host_pages]
+        here = self.translation.here(node.device_pages)
+        if node.host_pages is not None and not node.loading and not node.backing_up:
+            here |= self.host_has[node.host_pages]
+        return here
 
     def users(self, pages: PageIds) -> Int64Array:
         """``(n,) int64``: how many running requests need each of the virtual pages."""
@@ -199,8 +213,12 @@ class PartialPools:
         pools: They.
         rows: Most running requests.
         before_free: Called before places are given up: queued write-backs of evicted pages are submitted there.
+        load_parts: Queues the load-back of what is arriving of a node; see ``HybridCacheController``.
         settle: Called when the places that could be given up are pinned: ends the pins, and may block for it.
+        parts_only: ``(pages,) bool``: whether the next load-back restores nothing of each virtual page but what
+            arrives in partial pools; empty without any.
         tombstones: Places given up in the tree for others.
+        revived: Tombstones that got their part from host memory.
         passed: Places of requests that their window has passed.
     """
 
@@ -208,17 +226,20 @@ class PartialPools:
         self.pools = tuple(pools)
         self.rows = rows
         self.before_free: Callable[[], object] | None = None
+        self.load_parts: Callable[[Node], None] | None = None
         self.settle: Callable[[], object] | None = None
+        self.parts_only: BoolArray = np.zeros(len(pools[0].sources) if pools else 0, np.bool_)
         self.tombstones = 0
+        self.revived = 0
         self.passed = 0
         self._tick = 0
 
     def usable(self, match: Match) -> int:
         """How many pages of a match can be used: as many as leave each pool with what the next token needs."""
-        device, host = match.device_pages(), match.host_pages()
-        lengths = np.ones(len(device) + len(host) + 1, np.bool_)
+        lengths = np.ones((match.device_len + match.host_len) // self.pools[0].page_size + 1, np.bool_)
         for pool in self.pools:
-            lengths &= pool.usable(np.concatenate((pool.translation.here(device), pool.host_has[host])))
+            has = [pool.has(node) for node in (*match.device_nodes, *match.host_nodes)]
+            lengths &= pool.usable(np.concatenate([np.empty(0, np.bool_), *has]))
         return int(np.flatnonzero(lengths)[-1])
 
     @contextmanager
@@ -237,11 +258,13 @@ class PartialPools:
 
     def needs(self, match: Match, fresh: int) -> list[int]:
         """Places per pool to admit a request with this match and ``fresh`` more pages."""
-        device, host = len(match.device_pages()), len(match.host_pages())
-        cached = match.device_len + match.host_len
-        return [
-            0 if pool.state else fresh + min(host, max(0, device + host - pool.first(cached))) for pool in self.pools
-        ]
+        device, cached = match.device_pages(), match.device_len + match.host_len
+        needs = []
+        for pool in self.pools:
+            first = pool.first(cached)
+            missing = int((~pool.translation.here(device[first:])).sum())
+            needs.append(0 if pool.state else fresh + missing + cached // pool.page_size - max(first, len(device)))
+        return needs
 
     def more(self, pages: int) -> list[int]:
         """Places per pool for ``pages`` more pages of a running request. States have a share that is set aside."""
@@ -276,6 +299,42 @@ class PartialPools:
         for pool in self.pools:
             wanted = (numbers >= pool.low(state)) & pool.host_has[host_pages]
             self._fill(pool, pages[wanted], tenancies[wanted], pool.host_sources[host_pages[wanted]])
+            pool.arriving[pages[wanted]] = True
+
+    def revive(
+        self, state: RequestState, nodes: Sequence[Node], open_tenancies: Callable[[int], Int64Array]
+    ) -> tuple[PageIds, Int64Array]:
+        """Queue load-backs into the tombstones that the request needs of ``nodes``, its first pages.
+
+        Returns:
+            ``(n,) int64`` device pages and the new tenancies of their parts.
+        """
+        pages, tenancies, number = [EMPTY], [EMPTY], 0
+        for node in nodes:
+            assert node.device_pages is not None  # nodes of a match that are on the device
+            numbers = number + np.arange(len(node.device_pages))
+            number += len(node.device_pages)
+            before = len(pages)
+            for pool in self.pools:
+                wanted = (numbers >= pool.low(state)) & ~pool.translation.here(node.device_pages)
+                if wanted.any():
+                    assert node.host_pages is not None  # or the match would have ended before
+                    pages.append(node.device_pages[wanted])
+                    tenancies.append(open_tenancies(len(pages[-1])))
+                    self._fill(pool, pages[-1], tenancies[-1], pool.host_sources[node.host_pages[wanted]])
+                    pool.arriving[pages[-1]] = True
+            if len(pages) > before:
+                self.parts_only[node.device_pages] = True
+                assert self.load_parts is not None
+                self.load_parts(node)
+        self.revived += sum(map(len, pages))
+        return joined(pages), joined(tenancies)
+
+    def submitted(self, pages: PageIds) -> None:
+        """The load-back of ``pages`` is submitted."""
+        self.parts_only[pages] = False
+        for pool in self.pools:
+            pool.arriving[pages] = False
 
     def grown(self, pages: PageIds, tenancies: Int64Array) -> None:
         """The request gets fresh pages: the rounds will write their windows; states get places round by round."""
@@ -336,7 +395,8 @@ class PartialPools:
         """See ``PageAllocator.last_uses``; of the places that virtual ``pages`` have now."""
         found: dict[int, int] = {}
         for pool in self.pools:
-            places = pool.translation.places(pages[pool.translation.here(pages)])
+            moved = pool.translation.here(pages) & (~self.parts_only[pages] | pool.arriving[pages])
+            places = pool.translation.places(pages[moved])
             for stream, ticket in pool.place_stamps.last_uses(places, mode).items():
                 found[stream] = max(ticket, found.get(stream, 0))
         return found

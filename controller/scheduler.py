@@ -416,6 +416,7 @@ class Scheduler:
         self.counters.host_hit_tokens += match.host_len
         partial.begin(state, cached)
         self.pages.append(state, match.device_pages(), match.tenancies(), match.sources())
+        self._revive(match, state)
         for node in match.host_nodes:
             self._load(node, state)
         self.pages.grow(state, fresh)
@@ -437,6 +438,12 @@ class Scheduler:
                 break
             match = self.radix.match(prompt[:usable])
         return match
+
+    def _revive(self, match: Match, state: RequestState) -> None:
+        """Restore what the request needs of pages that are on the device, but for some pools' part."""
+        pages, tenancies = self.pages.partial.revive(state, match.device_nodes, self.ledger.open)
+        for page, tenancy in zip(pages.tolist(), tenancies.tolist(), strict=True):
+            self.restored[tenancy] = Restored(page, self._step)
 
     def _load(self, node: Node, state: RequestState) -> None:
         assert node.host_pages is not None  # match calls it a host node
