@@ -54,8 +54,8 @@ class PoolShape:
         host_pages: Size of the host pools.
         arrangement, io: As of ``HostPool`` and ``TransferEngine``.
         window: Tokens that a sliding-window layer attends to; 0: ``WINDOW_PAGES`` pages.
-        window_pages: Places of windows; 0: half the device pages, or as many as the longest request needs. States have
-            as many as running requests may need, and half as many again.
+        window_pages: Places of windows; 0: half the device pages, or as many as the longest request needs. There are
+            as many more as states of running requests may need.
         longest: Pages of the longest request.
         rows: Most running requests.
     """
@@ -113,7 +113,7 @@ def _members(device: Device, shape: PoolShape) -> tuple[Member, ...]:
     if places < shape.longest:
         raise ConfigError(f"window_pages: {places}; the longest request needs {shape.longest}; expected at least that")
     if kinds == 3:
-        places += STATES_PER_REQUEST * shape.rows * 3 // 2
+        places += STATES_PER_REQUEST * shape.rows
     slabs = PageAllocator(places, name="arena" if kinds == 3 else "window")
     full, partial = tuple(layers[::kinds]), [tuple(layers[kind::kinds]) for kind in range(1, kinds)]
     arena = _device(device, shape, max(map(len, partial)), places)

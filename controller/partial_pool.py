@@ -297,9 +297,12 @@ class PartialPools:
         """The next pages of the request will be restored from host memory: those that it needs get their places."""
         numbers = state.page_count + np.arange(len(pages))
         for pool in self.pools:
+            pool.hold(pages)  # or the next pool, of the same arena, would take the places again
             wanted = (numbers >= pool.low(state)) & pool.host_has[host_pages]
             self._fill(pool, pages[wanted], tenancies[wanted], pool.host_sources[host_pages[wanted]])
             pool.arriving[pages[wanted]] = True
+        for pool in self.pools:
+            pool.let_go(pages)
 
     def revive(
         self, state: RequestState, nodes: Sequence[Node], open_tenancies: Callable[[int], Int64Array]
