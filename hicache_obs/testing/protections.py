@@ -417,7 +417,8 @@ _STORAGE = frozenset({Hazard.STORAGE_PREFETCH})
 _WRITE_BACK: Final[Mapping[str, str | bool]] = {"write_policy": "write_back", "early_backup": False}
 _GRAPHS: Final = {"graphs": True}
 _MOVES: Final = {"compact_every": 1}
-_HYBRID: Final = {"kv": "hybrid", "layers": 3}
+_HYBRID: Final = {"kv": "hybrid", "layers": 3, "window": 4, "window_pages": 7}
+_CHUNKS: Final = {"chunked_prefill": True, "max_extend_tokens": 6}
 
 PROTECTIONS: Final = {
     "load-fence": Protection(without_load_fence, frozenset({_WAW, _WAR})),
@@ -442,9 +443,13 @@ PROTECTIONS: Final = {
     "graph-input-wait": Protection(without_input_wait_of_replays, frozenset({Hazard.GRAPH}), engine=_GRAPHS),
     "move-gate": Protection(without_move_gate, frozenset({Hazard.RELOCATION}), engine=_MOVES),
     "move-wait": Protection(without_wait_for_moves, frozenset({Hazard.RELOCATION}), engine=_MOVES),
-    "place-stamps": Protection(without_place_stamps, frozenset({_WAW, _WAR}), fences=("page",), engine=_HYBRID),
-    "shared-stamps": Protection(without_shared_stamps, frozenset({_WAW, _WAR}), fences=("page",), engine=_HYBRID),
-    "table-fence": Protection(without_table_fence, frozenset({Hazard.METADATA_WAR}), engine=_HYBRID),
-    "table-wait": Protection(without_table_wait, frozenset({Hazard.METADATA_WAR}), engine=_HYBRID),
+    "place-stamps": Protection(
+        without_place_stamps, frozenset({_WAW}), fences=("page",), options=_CHUNKS, engine=_HYBRID
+    ),
+    "shared-stamps": Protection(
+        without_shared_stamps, frozenset({_WAW}), fences=("page",), options=_CHUNKS, engine=_HYBRID
+    ),
+    "table-fence": Protection(without_table_fence, frozenset({Hazard.METADATA_WAR}), options=_CHUNKS, engine=_HYBRID),
+    "table-wait": Protection(without_table_wait, frozenset({Hazard.METADATA_WAR}), options=_CHUNKS, engine=_HYBRID),
 }
 """By the name that ``hicache-obs explore --off`` takes."""

@@ -141,7 +141,9 @@ def test_the_transformer_equals_one_without_cache(lab, kv, kinds):
 @pytest.mark.parametrize("io", ["kernel", "direct"])
 def test_on_threads(lab, io):
     requests = lab.requests(10, **WORKLOAD)
-    run = lab.run(requests, fence="page", backend="threads", io=io, host_layout="page-first", **{**TIGHT, "kv": "hybrid"})
+    run = lab.run(
+        requests, fence="page", backend="threads", io=io, host_layout="page-first", **{**TIGHT, "kv": "hybrid"}
+    )
     assert run.outputs == lab.reference(requests, kv="hybrid", window=TIGHT["window"])
     assert (run.findings, run.corrupted) == ([], [])
     assert isinstance(run.engine.controller.engine, HybridTransferEngine)
