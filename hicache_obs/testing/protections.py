@@ -404,7 +404,7 @@ class Protection:
     remove: Callable[[Engine], None]
     against: frozenset[Hazard]
     fences: tuple[str, ...] = ("stream", "page")
-    options: Mapping[str, str | bool] = field(default_factory=dict)
+    options: Mapping[str, str | int] = field(default_factory=dict)
     storage: bool = False
     evictions: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -418,7 +418,7 @@ _WRITE_BACK: Final[Mapping[str, str | bool]] = {"write_policy": "write_back", "e
 _GRAPHS: Final = {"graphs": True}
 _MOVES: Final = {"compact_every": 1}
 _HYBRID: Final = {"kv": "hybrid", "layers": 3, "window": 4, "window_pages": 7}
-_CHUNKS: Final = {"chunked_prefill": True, "max_extend_tokens": 6, "poll_acks": False}
+_CHUNKS: Final[Mapping[str, str | int]] = {"chunked_prefill": True, "max_extend_tokens": 6, "poll_acks": False}
 
 PROTECTIONS: Final = {
     "load-fence": Protection(without_load_fence, frozenset({_WAW, _WAR})),

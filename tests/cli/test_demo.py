@@ -194,7 +194,7 @@ def test_the_policies_are_those_of_the_controller() -> None:
         pytest.param(["--graphs"], marks=pytest.mark.slow),
         ["--compact-every", "1"],
         pytest.param(["--kv", "swa"], marks=pytest.mark.slow),
-        ["--kv", "hybrid"],
+        pytest.param(["--kv", "hybrid"], marks=pytest.mark.slow),
     ],
 )
 def test_every_form_of_the_pools(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
