@@ -107,6 +107,24 @@ def test_states_have_a_share_of_the_arena(make):
     assert (pools.possible([4, 0]), pools.possible([5, 0])) == (True, False), "one of the six is taken from the share"
 
 
+def test_what_is_restored_for_one_pool_is_not_taken_for_the_next(make):
+    """The arena is full: the state gets the place of the tombstone that was used last, not that of its own window."""
+    slabs = PageAllocator(2, name="arena")
+    window, state = make(5, slabs=slabs), make(0, slabs=slabs, number=1)
+    pools = PartialPools([window, state], rows=1)
+    filled(window, [9], 1, 1)
+    row = Row()
+    pools.begin(row, SIZE)
+    for pool in pools.pools:
+        pool.host_has[0] = True
+    pools.restored(row, page_ids([3]), page_ids([30]), page_ids([0]))
+    assert (window.translation.here(page_ids([3, 9])).tolist(), state.translation.here(page_ids([3])).tolist()) == (
+        [True, False],
+        [True],
+    )
+    assert [pool.users(page_ids([3])).tolist() for pool in pools.pools] == [[0], [0]], "the request joins later"
+
+
 def test_a_tombstone_gets_the_place_of_an_equal_page(make):
     pool = make()
     mine, old = page_ids([4, 5]), page_ids([8, 9])
