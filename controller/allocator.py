@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from hicache_obs.controller.page_stamps import PageStamps, check_range
 from hicache_obs.errors import ControllerError, OutOfPages
 from hicache_obs.records import Mode, PageIds
-
-
-@dataclass(slots=True)
-class _Stamps:
-    """Highest tickets of one stream per page: of any use, and of writes."""
-
-    used: npt.NDArray[np.int64]
-    written: npt.NDArray[np.int64]
-    highest: int = 0
-
-    @classmethod
-    def empty(cls, pages: int) -> _Stamps:
-        return cls(np.zeros(pages, dtype=np.int64), np.zeros(pages, dtype=np.int64))
-
-    def put(self, table: npt.NDArray[np.int64], ids: PageIds, ticket: int) -> None:
-        if ticket >= self.highest:  # the rule; a plain store is half the price of a maximum
-            table[ids] = ticket
-        else:
-            table[ids] = np.maximum(table[ids], ticket)
 
 
 class PageAllocator:
@@ -60,7 +41,7 @@ class PageAllocator:
         self._position: PageIds = np.zeros(pages, dtype=np.int64)
         self._groups = 0
         self._deferred: list[PageIds] = []
-        self._stamps: dict[int, _Stamps] = {}
+        self._stamps = PageStamps(pages, name=name)
 
     @property
     def available(self) -> int:
@@ -103,7 +84,7 @@ class PageAllocator:
         count = len(ids)
         if not count:
             return
-        self._check_range(ids)
+        check_range(ids, self.pages, self.name)
         position = self._ascending[:count]
         if count <= self.pages:  # more must be a repetition, which the second test finds
             self._position[ids] = position
@@ -137,51 +118,17 @@ class PageAllocator:
                 self._deferred.clear()
 
     def stamp(self, ids: PageIds, stream_key: int, ticket: int, *, mode: Mode = Mode.WRITE) -> None:
-        """Note that the operation ``ticket`` of ``stream_key`` uses ``ids``; a page keeps its highest ticket.
-
-        Tickets of one stream are positive and increase with each launched operation. Each stream seen costs
-        16 bytes per page, so keys must be few: streams, not operations.
-
-        Args:
-            ids: ``(n,) int64`` pages.
-            stream_key: The stream's handle.
-            ticket: The operation.
-            mode: Whether it writes the pages, or reads them only.
-        """
-        if ticket < 1:
-            raise ControllerError(f"{self.name} pool: ticket {ticket}; expected an integer ≥ 1")
-        if not len(ids):
-            return
-        self._check_range(ids)
-        stamps = self._stamps.get(stream_key)
-        if stamps is None:
-            stamps = self._stamps[stream_key] = _Stamps.empty(self.pages)
-        stamps.put(stamps.used, ids, ticket)
-        if mode is Mode.WRITE:
-            stamps.put(stamps.written, ids, ticket)
-        stamps.highest = max(stamps.highest, ticket)
+        """See ``PageStamps.stamp``."""
+        self._stamps.stamp(ids, stream_key, ticket, mode=mode)
 
     def last_uses(self, ids: PageIds, mode: Mode = Mode.WRITE) -> dict[int, int]:
-        """What an access to ``ids`` must not overtake: for each stream key stamped so far the highest ticket.
-
-        A write conflicts with every use, a read with writes only. 0 = that stream never conflicts.
-        """
-        if not len(ids):
-            return dict.fromkeys(self._stamps, 0)
-        self._check_range(ids)
-        if mode is Mode.WRITE:
-            return {key: int(stamps.used[ids].max()) for key, stamps in self._stamps.items()}
-        return {key: int(stamps.written[ids].max()) for key, stamps in self._stamps.items()}
+        """See ``PageStamps.last_uses``."""
+        return self._stamps.last_uses(ids, mode)
 
     def _push(self, ids: PageIds) -> None:
         top = self._top + len(ids)
         self._stack[self._top : top] = ids
         self._top = top
-
-    def _check_range(self, ids: PageIds) -> None:
-        if ids.view(np.uint64).max() >= self.pages:  # one pass: a negative id is a huge unsigned one
-            wrong = ids[(ids < 0) | (ids >= self.pages)][0]
-            raise ControllerError(f"{self.name} pool: page {wrong} is outside 0..{self.pages - 1}")
 
     def _double_free(self, ids: PageIds) -> str:
         idle = ids[~self._used[ids]]

@@ -24,6 +24,17 @@ class BatchMode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PartialBatch:
+    """What one round does in one partial pool; the fields are those of ``ForwardBatch``, of that pool's layers."""
+
+    read_pages: PageIds
+    write_pages: PageIds
+    check_pages: PageIds
+    check_tenancies: Int64Array
+    check_sources: Int64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
     """One forward round of ``n`` rows. Host memory only; arrays are not changed after launch.
 
@@ -42,6 +53,7 @@ class ForwardBatch:
         check_tenancies: ``(c,) int64`` their tenancy ids.
         check_sources: ``(c,) int64`` tenancy that produced the contents; its digest is the truth.
         row_ids: ``records.pack_rows`` of requests and pages, for whoever observes; ``None`` if nobody does.
+        partial: The round in each partial pool, in the order of the engine's.
     """
 
     round_id: int
@@ -58,6 +70,7 @@ class ForwardBatch:
     check_tenancies: Int64Array
     check_sources: Int64Array
     row_ids: PageIds | None = None
+    partial: tuple[PartialBatch, ...] = ()
 
     @property
     def rows(self) -> int:

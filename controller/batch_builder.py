@@ -7,8 +7,9 @@ from typing import Final
 
 import numpy as np
 
-from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array
+from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, PartialBatch
 from hicache_obs.controller.page_table import PageTable
+from hicache_obs.controller.partial_pool import PartialPool
 from hicache_obs.controller.request_state import PrefillRow, RequestState
 from hicache_obs.records import PageIds, pack_rows
 
@@ -18,8 +19,9 @@ _NONE: Final[Int64Array] = np.empty(0, np.int64)
 class BatchBuilder:
     """Builds batches; nothing else changes. Scheduler's thread."""
 
-    def __init__(self, table: PageTable) -> None:
+    def __init__(self, table: PageTable, partial: Sequence[PartialPool] = ()) -> None:
         self._table = table
+        self._partial = tuple(partial)
         self._decode_reads: tuple[int, PageIds] = (-1, _NONE)
         self._decode_rows: tuple[int, bytes, PageIds] = (-1, b"", _NONE)
 
@@ -112,4 +114,20 @@ class BatchBuilder:
             check_tenancies=checks[1],
             check_sources=checks[2],
             row_ids=rows,
+            partial=tuple(self._part(pool, mode, slots, cached, cached + new) for pool in self._partial),
         )
+
+    def _part(
+        self, pool: PartialPool, mode: BatchMode, slots: Int64Array, starts: Int64Array, ends: Int64Array
+    ) -> PartialBatch:
+        """The round in one partial pool: rows compute tokens ``starts`` to ``ends``."""
+        size, rows = pool.page_size, self._table.pages[slots]
+        spans = list(zip(rows, starts.tolist(), ends.tolist(), strict=True))
+        read = self._table.distinct([row[pool.first(start) : -(-start // size)] for row, start, _ in spans])
+        written = self._table.distinct([row[start // size : -(-end // size)] for row, start, end in spans])
+        written = written[pool.translation.here(written)]
+        seen = read if pool.state else self._table.distinct([read, written])
+        restored = _NONE
+        if mode is BatchMode.EXTEND:
+            restored = read[(pool.tenancies[read] != pool.sources[read]) & (pool.sources[read] >= 0)]
+        return PartialBatch(seen, written, restored, pool.tenancies[restored], pool.sources[restored])

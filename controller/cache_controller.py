@@ -232,6 +232,10 @@ class CacheController:
         """Submit all queued write-backs of evicted nodes as one transfer; whether there was one."""
         return self._start_writing(self._evict_queue, step, evicting=True)
 
+    def before_round(self, stream: Stream, pages: PageIds) -> None:
+        """A round that writes device ``pages`` is about to be launched on ``stream``."""
+        self.before_overwrite(stream, pages)
+
     def before_overwrite(self, stream: Stream, pages: PageIds, purpose: Purpose = Purpose.PLAIN) -> None:
         """Make ``stream`` wait for write-backs in flight that may read device ``pages``, as the policy says."""
         readers = [EvictingCopy(w.stream, w.finish, w.device_pages) for w in self._writes if w.evicting]

@@ -128,13 +128,13 @@ class Compactor:
             size_bytes=2 * len(old) * layout.page_bytes,
             moves=True,
         )
-        forward = runner.forward_stream
+        forward, pool = runner.forward_stream, scheduler.controller.engine.device_pool
         self.gate.begin(self.stream, forward)
         scheduler.controller.before_overwrite(self.stream, new)
 
         def move() -> None:
             where = runner.device.torch_device
-            runner.pool.move(to_device(old, where), to_device(new, where))
+            pool.move(to_device(old, where), to_device(new, where))
 
         with runner.device.stream(self.stream):
             runner.device.launch(move, work)

@@ -9,14 +9,17 @@ from typing import Final, TypeAlias
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.blank import BlankRunner
 from hicache_obs.controller.cache_controller import CacheController
+from hicache_obs.controller.cache_pools import HYBRIDS, KV_LAYOUTS, PoolShape, open_pools
 from hicache_obs.controller.compaction import Compactor
 from hicache_obs.controller.fence_policy import InFlight, fence_policy
 from hicache_obs.controller.graph_rounds import GraphRunner
 from hicache_obs.controller.host_threads import HostRecorder, HostThreads, NoRecorder, RealThreads
+from hicache_obs.controller.hybrid_controller import HybridCacheController
+from hicache_obs.controller.hybrid_pattern import HybridPatternRunner
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import ModelRunner
 from hicache_obs.controller.pattern import PatternRunner
-from hicache_obs.controller.pools import DevicePool, HostPool, KVLayout
+from hicache_obs.controller.pools import FORMS, KVLayout
 from hicache_obs.controller.radix_cache import RadixCache
 from hicache_obs.controller.scheduler import Scheduler
 from hicache_obs.controller.scheduler_options import SchedulerOptions
@@ -25,7 +28,6 @@ from hicache_obs.controller.storage_backend import StorageBackend, open_backend
 from hicache_obs.controller.storage_config import StorageConfig
 from hicache_obs.controller.storage_control import StorageControl
 from hicache_obs.controller.storage_page import HostPageMemory
-from hicache_obs.controller.transfer_engine import TransferEngine
 from hicache_obs.controller.transformer import TransformerRunner
 from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ConfigError
@@ -53,11 +55,12 @@ class EngineConfig:
         seed: Of the model's weights.
         scheduler: Limits of the scheduler; ``host_tier`` off gives the reference run.
         storage: The third tier; ``None`` for none.
-        kv: Form of the pools, one of ``FORMS``.
+        kv: Form of the pools, or which pools there are: one of ``KV_LAYOUTS``.
         host_layout: One of ``HOST_LAYOUTS``.
         io: Back end of the copies, one of ``IO_BACKENDS``; default: ``direct`` on a GPU, else ``kernel``.
         graphs: Replay captured graphs for the rounds in which every row adds one token.
         compact_every: Scheduler steps between two compactions of the device pool; 0: pages never move.
+        window, window_pages: Of a hybrid: as in ``PoolShape``.
     """
 
     runner: str
@@ -78,6 +81,8 @@ class EngineConfig:
     io: str | None = None
     graphs: bool = False
     compact_every: int = 0
+    window: int = 0
+    window_pages: int = 0
 
     @property
     def namespace(self) -> str:
@@ -142,25 +147,15 @@ def build_engine(
     Raises:
         ConfigError: An unknown runner or policy, a pool larger than memory, or one too small for a request.
     """
-    if config.runner not in RUNNERS:
-        raise ConfigError(f"--runner {config.runner}: unknown runner; expected one of {', '.join(RUNNERS)}")
-    if config.runner != "pattern":
-        if config.graphs:
-            raise ConfigError(f"--graphs: --runner {config.runner} cannot be captured; expected --runner pattern")
-        if config.kv not in ("mha", "mla"):
-            raise ConfigError(f"--kv {config.kv}: --runner {config.runner} needs mha or mla; expected --runner pattern")
-
+    _check(config)
     largest = max((_pages(request, config.page_size) for request in requests), default=0)
     if largest > config.device_pages:
         raise ConfigError(
             f"--device-pages {config.device_pages}: the longest request needs {largest} pages; expected at least that"
         )
 
-    def layout(pages: int) -> KVLayout:
-        return KVLayout(config.layers, pages, config.page_size, config.heads, config.head_dim, form=config.kv)
-
-    pool = DevicePool(layout(config.device_pages), device.torch_device)
-    host = HostPool(layout(config.host_pages), pinned=device.name == "cuda", arrangement=config.host_layout)
+    pools = open_pools(device, _shape(config, largest))
+    pool = pools.rounds
     ledger = ContentLedger(config.layers, _tenancies(config, requests), device.torch_device)
     runner: ModelRunner
     if make_runner is not None:
@@ -170,24 +165,48 @@ def build_engine(
     elif config.runner == "blank":
         runner = BlankRunner(device, pool, ledger, vocabulary=config.vocabulary)
     else:
-        kind = GraphRunner if config.graphs else PatternRunner
+        kind = GraphRunner if config.graphs else HybridPatternRunner if config.kv in HYBRIDS else PatternRunner
         runner = kind(device, pool, ledger, vocabulary=config.vocabulary)
-    device_pages = PageAllocator(config.device_pages, name="device")
     in_flight = InFlight()
     radix = RadixCache(config.page_size, host_eviction=config.scheduler.host_eviction)
-    policy = fence_policy(config.fence, device_pages, in_flight)
+    policy = fence_policy(config.fence, pools.uses, in_flight)
     backup_policy = None
     if config.write_fence is not None:
-        backup_policy = fence_policy(config.write_fence, device_pages, in_flight, flag="--write-fence")
-    transfers = TransferEngine(device, pool, host, io=config.io)
-    controller = CacheController(device, transfers, radix, policy, backup_policy)
+        backup_policy = fence_policy(config.write_fence, pools.uses, in_flight, flag="--write-fence")
+    controller: CacheController
+    if config.kv in HYBRIDS:
+        # Policy none leaves transfers unfenced, not tables: they are metadata, like index tensors.
+        table_fence = "page" if config.fence == "none" else config.fence
+        tables = [pool.translation.entries_used for pool in pools.partial.pools]
+        controller = HybridCacheController(
+            device,
+            pools.transfers,
+            radix,
+            policy,
+            backup_policy,
+            partial_pools=pools.partial,
+            table_policies=[fence_policy(table_fence, uses, in_flight) for uses in tables],
+        )
+        pools.partial.load_parts = controller.load_parts
+    else:
+        controller = CacheController(device, pools.transfers, radix, policy, backup_policy)
     host_pages = PageAllocator(config.host_pages, name="host")
-    scheduler = Scheduler(runner, controller, radix, in_flight, device_pages, host_pages, ledger, config.scheduler)
+    scheduler = Scheduler(
+        runner,
+        controller,
+        radix,
+        in_flight,
+        pools.device_pages,
+        host_pages,
+        ledger,
+        config.scheduler,
+        pools.partial,
+    )
     if config.storage is not None:
         recorder: HostRecorder = device.recorder if isinstance(device, RecordedDevice) else NoRecorder()
         tier = StorageTier(
             backend or open_backend(config.storage.url),
-            HostPageMemory(host),
+            HostPageMemory(pools.host),
             threads or RealThreads(recorder),
             recorder,
             config.storage,
@@ -197,6 +216,44 @@ def build_engine(
     if compactor is not None:
         scheduler.before_batch = compactor.step
     return Engine(scheduler, controller, runner, ledger, compactor)
+
+
+def _check(config: EngineConfig) -> None:
+    """ConfigError unless the parts go together."""
+    if config.runner not in RUNNERS:
+        raise ConfigError(f"--runner {config.runner}: unknown runner; expected one of {', '.join(RUNNERS)}")
+    if config.kv not in KV_LAYOUTS:
+        raise ConfigError(f"--kv {config.kv}: unknown; expected one of {', '.join(KV_LAYOUTS)}")
+    if config.runner != "pattern":
+        if config.graphs:
+            raise ConfigError(f"--graphs: --runner {config.runner} cannot be captured; expected --runner pattern")
+        if config.kv == "fp8":
+            others = ", ".join(kv for kv in KV_LAYOUTS if kv != "fp8")
+            raise ConfigError(f"--kv fp8: --runner {config.runner} needs one of {others}; expected --runner pattern")
+    if config.kv in HYBRIDS:
+        for flag, asked in (
+            ("--graphs", config.graphs),
+            ("--compact-every", config.compact_every),
+            ("--storage", config.storage is not None),
+        ):
+            if asked:
+                raise ConfigError(f"{flag}: not with --kv {config.kv}; expected one of {', '.join(FORMS)}")
+
+
+def _shape(config: EngineConfig, longest: int) -> PoolShape:
+    form = "mha" if config.kv in HYBRIDS else config.kv
+    pages = config.device_pages
+    return PoolShape(
+        layout=KVLayout(config.layers, pages, config.page_size, config.heads, config.head_dim, form=form),
+        kv=config.kv,
+        host_pages=config.host_pages,
+        arrangement=config.host_layout,
+        io=config.io,
+        window=config.window,
+        window_pages=config.window_pages,
+        longest=longest,
+        rows=config.scheduler.max_running,
+    )
 
 
 def _tenancies(config: EngineConfig, requests: Sequence[Request]) -> int:

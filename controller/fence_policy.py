@@ -18,7 +18,6 @@ from typing import Protocol
 
 import numpy as np
 
-from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.errors import ConfigError
 from hicache_obs.records import Mode, PageIds, Purpose
 from hicache_obs.streams.protocol import Event, Stream
@@ -48,6 +47,13 @@ class FencePolicy(Protocol):
             pages: Device pages that are written.
             purpose: For the record of the wait.
         """
+
+
+class PageUses(Protocol):
+    """Who used pages last."""
+
+    def last_uses(self, ids: PageIds, mode: Mode = Mode.WRITE) -> dict[int, int]:
+        """See ``PageAllocator.last_uses``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,16 +136,16 @@ class PageFence:
     are freed, so the stamps of pages being restored are complete.
     """
 
-    allocator: PageAllocator
+    allocator: PageUses
     in_flight: InFlight
     name: str = "page"
 
     def fence(self, transfer_stream: Stream, fence_stream: Stream | None, pages: PageIds, purpose: Purpose) -> None:
         """Wait, per stream, for the newest operation in flight that conflicts on one of ``pages``.
 
-        A load-back writes the pages and conflicts with every use; a write-back reads them: with writes only.
+        A write-back reads the pages and conflicts with writes only; whoever writes them conflicts with every use.
         """
-        mode = Mode.WRITE if purpose is Purpose.LOAD_FENCE else Mode.READ
+        mode = Mode.READ if purpose is Purpose.WRITE_FENCE else Mode.WRITE
         for stream_key, ticket in self.allocator.last_uses(pages, mode).items():
             event = self.in_flight.event(stream_key, ticket)
             if event is not None and stream_key != transfer_stream.stream_id:
@@ -153,7 +159,7 @@ class PageFence:
                 return
 
 
-_POLICIES: dict[str, Callable[[PageAllocator, InFlight], FencePolicy]] = {
+_POLICIES: dict[str, Callable[[PageUses, InFlight], FencePolicy]] = {
     "none": lambda allocator, in_flight: NoFence(),
     "stream": lambda allocator, in_flight: StreamFence(),
     "page": PageFence,
@@ -161,7 +167,7 @@ _POLICIES: dict[str, Callable[[PageAllocator, InFlight], FencePolicy]] = {
 FENCE_POLICIES = tuple(_POLICIES)
 
 
-def fence_policy(name: str, allocator: PageAllocator, in_flight: InFlight, *, flag: str = "--fence") -> FencePolicy:
+def fence_policy(name: str, allocator: PageUses, in_flight: InFlight, *, flag: str = "--fence") -> FencePolicy:
     """The policy called ``name``; ConfigError, which names ``flag``, if there is none."""
     make = _POLICIES.get(name)
     if make is None:

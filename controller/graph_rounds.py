@@ -28,7 +28,7 @@ from hicache_obs.controller.index_blocks import INDEX_BUFFERS
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import TOKEN_SLOTS, LaunchedRound
 from hicache_obs.controller.pattern import PatternRound, PatternRunner
-from hicache_obs.controller.pools import DevicePool, synchronize
+from hicache_obs.controller.pools import RoundPool, synchronize
 from hicache_obs.records import Access, Mode, PageIds, Space, Work
 from hicache_obs.streams.protocol import Device, Event, Graph
 
@@ -90,7 +90,7 @@ class GraphRound(PatternRound):
         vocabulary: int,
         shape: Shape,
         template: ForwardBatch,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         token_buffer: torch.Tensor,
     ) -> None:
@@ -186,7 +186,7 @@ class GraphRunner(PatternRunner):
     def __init__(
         self,
         device: Device,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         *,
         vocabulary: int,
@@ -254,7 +254,7 @@ class GraphRunner(PatternRunner):
         size_bytes = self._layer_bytes(batch)
         nodes: list[Work | None] = [Work("graph inputs read", (Access(Space.BUFFER, Mode.READ, inputs),)), None]
         for layer in range(layers):
-            touched, accesses = self.pool.touched(batch.read_pages, batch.write_pages, layer, layer + 1)
+            touched, accesses = self.pool.touched(batch, layer, layer + 1)
             if layer == layers - 1:
                 accesses = (*accesses, Access(Space.BUFFER, Mode.WRITE, sampled))
             nodes.append(

@@ -32,8 +32,8 @@ _WORDS: Final = {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 class ContentLedger:
     """Digests of what each tenancy holds, and which tenancies were read with other contents.
 
-    ``open`` and ``corrupted`` are for the host. ``add_tokens`` and ``check_pages`` run inside functions launched
-    on the forward stream, and on no other: they update in place without a lock. They never block the host.
+    ``open`` and ``corrupted`` are for the host. ``add_tokens``, ``set_pages`` and ``check_pages`` run inside functions
+    launched on the forward stream, and on no other: they update in place without a lock. They never block the host.
 
     A digest is Σ word · weight(slot) · weight(place in the token) modulo 2⁶⁴ with odd weights, so it tells any
     two pages that differ in one word apart, and others but for a chance of about 2⁻³² at worst. Words
@@ -123,22 +123,38 @@ class ContentLedger:
             sources: ``(c,) int64``: tenancies that produced the contents.
             counted: Whether to add them to ``checks``; what is replayed is counted by whoever replays it.
         """
-        count, page_size = k_pages.shape[:2]
+        count = len(k_pages)
         if not count:
             return
-        if page_size > MAX_PAGE_SIZE:
-            raise ControllerError(f"ledger: pages of {page_size} tokens; at most {MAX_PAGE_SIZE} are supported")
-        tokens = self._token_digests(k_pages.flatten(0, 1), 0)
-        tokens.add_(self._token_digests(v_pages.flatten(0, 1), 1))
-        found = tokens.view(count, page_size).mul_(self._slot_weights[:page_size]).sum(1)
+        found = self._page_digests(k_pages, v_pages)
         expected = self.digests[:, layer].index_select(0, self._on_device(sources))
         self.bad.index_add_(0, self._on_device(tenancies), (found != expected).to(torch.int32))
         self.checks += count if counted else 0
+
+    def set_pages(
+        self, layer: int, k_pages: torch.Tensor, v_pages: torch.Tensor, tenancies: Int64Array | torch.Tensor
+    ) -> None:
+        """Note whole pages that the current launched function writes at ``layer``, in place of what they held.
+
+        Args:
+            k_pages, v_pages: As of ``check_pages``.
+            tenancies: ``(c,) int64``, host array or device tensor, each named once.
+        """
+        self.digests[:, layer].index_copy_(0, self._on_device(tenancies), self._page_digests(k_pages, v_pages))
 
     def corrupted(self) -> Int64Array:
         """``(b,) int64`` ids of tenancies read with other contents than were written. Synchronize first."""
         found: Int64Array = self.bad.cpu().nonzero().flatten().numpy()
         return found
+
+    def _page_digests(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+        """``(c, page_size, heads, head_dim)`` each to ``(c,) int64``."""
+        count, page_size = k_pages.shape[:2]
+        if page_size > MAX_PAGE_SIZE:
+            raise ControllerError(f"ledger: pages of {page_size} tokens; at most {MAX_PAGE_SIZE} are supported")
+        tokens = self._token_digests(k_pages.flatten(0, 1), 0)
+        tokens.add_(self._token_digests(v_pages.flatten(0, 1), 1))
+        return tokens.view(count, page_size).mul_(self._slot_weights[:page_size]).sum(1)
 
     def _token_digests(self, tensor: torch.Tensor, part: int) -> torch.Tensor:
         """``(t, heads, head_dim)`` to ``(t,) int64``; ``part`` is 0 for K, 1 for V."""

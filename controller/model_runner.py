@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, RoundResult
+from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, PartialBatch, RoundResult
 from hicache_obs.controller.ledger import ContentLedger
-from hicache_obs.controller.pools import DevicePool, synchronize
+from hicache_obs.controller.pools import RoundPool, synchronize
+from hicache_obs.controller.state_rows import StateRows
 from hicache_obs.errors import ControllerError
 from hicache_obs.records import Work
 from hicache_obs.streams.protocol import Device, Stream
@@ -70,7 +71,7 @@ class RoundWork(LaunchedRound):
     def __init__(
         self,
         batch: ForwardBatch,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         token_buffer: torch.Tensor,
         next_tokens: torch.Tensor,
@@ -82,6 +83,7 @@ class RoundWork(LaunchedRound):
         self.device = str(token_buffer.device)
         self._token_buffer = token_buffer
         self._next_tokens = next_tokens
+        self._states: StateRows | None = None
 
     def run(self, first: int, end: int) -> None:
         """Run layers ``first <= layer < end``; the first also embeds, the last also samples."""
@@ -90,8 +92,11 @@ class RoundWork(LaunchedRound):
             self.embed()
         for layer in range(first, end):
             self.check(layer)
-            self._write(layer, *self.keys_values(layer))
-            self.attend(layer)
+            if self.pool.state(layer):
+                self._step(layer)
+            else:
+                self._write(layer, *self.keys_values(layer))
+                self.attend(layer)
         if end == self.layout.layers:
             sampled = self.sample()
             self._token_buffer.index_copy_(0, self._token_slots, sampled)
@@ -108,6 +113,19 @@ class RoundWork(LaunchedRound):
     @abstractmethod
     def attend(self, layer: int) -> None:
         """Read the context from the pool, this round's tokens included, and finish ``layer``."""
+
+    def advance_states(self, layer: int, states: torch.Tensor, marks: Int64Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """Go on with the states of a layer that has them, and finish ``layer``.
+
+        Args:
+            layer: It.
+            states: ``(n, page_size, heads, head_dim)``: what each row begins with, as was kept in K; zeros at first.
+            marks: ``(m,) int64``: tokens behind which a state is kept.
+
+        Returns:
+            What to keep, as K and V of ``m`` whole pages.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no layers with states")
 
     @abstractmethod
     def sample(self) -> torch.Tensor:
@@ -141,15 +159,29 @@ class RoundWork(LaunchedRound):
         self._write_slots = self.upload(batch.page_table[self.rows, page] * self.layout.page_size + slot)
         self._slots_in_page = self.upload(slot)
         self._tenancies = self.upload(batch.page_tenancies[self.rows, page])
-        self._check_pages, self._check_tenancies, self._check_sources = (
-            self.upload(ids) for ids in (batch.check_pages, batch.check_tenancies, batch.check_sources)
-        )
+        parts: list[ForwardBatch | PartialBatch] = [batch, *batch.partial]
+        self._checks = [
+            tuple(self.upload(ids) for ids in (part.check_pages, part.check_tenancies, part.check_sources))
+            for part in parts
+        ]
 
     def check(self, layer: int) -> None:
         """Compare the restored pages that this round reads with what was once written."""
-        if len(self._check_pages):
-            k, v = self.pool.read_pages(layer, self._check_pages)
-            self.ledger.check_pages(layer, k, v, self._check_tenancies, self._check_sources)
+        partial = self.pool.partial(layer)
+        pages, tenancies, sources = self._checks[0 if partial is None else partial + 1]
+        if len(pages):
+            k, v = self.pool.read_pages(layer, pages)
+            self.ledger.check_pages(layer, k, v, tenancies, sources)
+
+    def _step(self, layer: int) -> None:
+        if self._states is None:
+            self._states = StateRows.of(self.batch, self.layout.page_size)
+        rows = self._states
+        states, _ = self.pool.read_pages(layer, self.upload(rows.previous))
+        states = states.masked_fill(self.upload(rows.none)[:, None, None, None], 0.0)
+        k, v = self.advance_states(layer, states, rows.marks)
+        self.pool.write_pages(layer, self.upload(rows.pages), k, v)
+        self.ledger.set_pages(layer, k, v, rows.tenancies)
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.pool.write(layer, self._write_slots, k, v)
@@ -171,7 +203,7 @@ class ModelRunner(ABC):
     def __init__(
         self,
         device: Device,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         *,
         vocabulary: int,
@@ -200,7 +232,7 @@ class ModelRunner(ABC):
             batch: Its arrays must not change before the round is done.
             layer_wait: Given when the round consumes a load-back. Called with each layer right before that
                 layer's segment is launched, the forward stream being current. Without it the round is one
-                segment.
+                segment, or one for each run of layers in one pool.
             read_metadata: Given when the rounds share their metadata. Called before the first segment is launched,
                 the forward stream being current, to launch the round's read of them.
 
@@ -217,10 +249,10 @@ class ModelRunner(ABC):
         with self.device.stream(self.forward_stream):
             if read_metadata is not None:
                 read_metadata(batch, round_work)
-            for first, end in [(0, layers)] if layer_wait is None else [(n, n + 1) for n in range(layers)]:
+            for first, end in self.pool.segments() if layer_wait is None else [(n, n + 1) for n in range(layers)]:
                 if layer_wait is not None:
                     layer_wait(first)
-                touched, accesses = self.pool.touched(batch.read_pages, batch.write_pages, first, end)
+                touched, accesses = self.pool.touched(batch, first, end)
                 work = Work(
                     site="forward",
                     accesses=accesses,

@@ -19,7 +19,7 @@ import torch
 from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import TOKEN_SLOTS, ModelRunner, RoundWork
-from hicache_obs.controller.pools import FP8_DIGITS, DevicePool
+from hicache_obs.controller.pools import FP8_DIGITS, RoundPool
 from hicache_obs.errors import ControllerError
 from hicache_obs.streams.protocol import Device
 
@@ -37,7 +37,7 @@ class PatternRound(RoundWork):
         self,
         vocabulary: int,
         batch: ForwardBatch,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         token_buffer: torch.Tensor,
         next_tokens: torch.Tensor,
@@ -165,7 +165,7 @@ class PatternRunner(ModelRunner):
     def __init__(
         self,
         device: Device,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         *,
         vocabulary: int,

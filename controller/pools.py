@@ -24,15 +24,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
+from hicache_obs.controller.batch import ForwardBatch
 from hicache_obs.errors import ConfigError, ControllerError
-from hicache_obs.records import Access, Mode, PageIds
+from hicache_obs.records import Access, Mode
 from hicache_obs.records import device as device_access
 
 FORMS: Final = ("mha", "mla", "fp8")
@@ -112,6 +113,45 @@ def poison(dtype: torch.dtype) -> float:
     return _POISON.get(dtype, 2.0**6)
 
 
+class RoundPool(Protocol):
+    """What a round of a model needs of the pages of all its layers, whatever pools they are in.
+
+    Attributes:
+        layout: Of all layers together. A *slot* is a token's place: ``page * page_size + place in the page``.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """See the class."""
+
+    def partial(self, layer: int) -> int | None:
+        """Place of the layer's pool in ``ForwardBatch.partial``; ``None``: it has full attention."""
+
+    def window(self, layer: int) -> int:
+        """Tokens that the layer attends to, itself included; 0: all."""
+
+    def state(self, layer: int) -> bool:
+        """Whether the layer has a state instead of attention."""
+
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """Layers of each segment of a round that consumes no load-back, half-open, in order."""
+
+    def touched(self, batch: ForwardBatch, first: int, end: int) -> tuple[tuple[int, int], tuple[Access, ...]]:
+        """What a segment of ``batch`` at layers ``first <= layer < end`` says that it touches, and at which layers."""
+
+    def read(self, part: int, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """``(n, heads, head_dim)`` of ``layout.dtype``: K (``part`` 0) or V (1) of ``(n,) int64`` slots."""
+
+    def read_pages(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, ``(n, page_size, heads, head_dim)`` each, of ``(n,) int64`` pages."""
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store K and V, ``(n, heads, head_dim)`` of ``layout.dtype``, in ``(n,) int64`` slots, each named once."""
+
+    def write_pages(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store K and V, ``(n, page_size, heads, head_dim)``, in ``(n,) int64`` pages, each named once."""
+
+
 class DevicePool:
     """KV pages on the device.
 
@@ -149,11 +189,25 @@ class DevicePool:
         """See the class."""
         return _half(self.layout, self.buffers, 1)
 
-    def touched(
-        self, reads: PageIds, writes: PageIds, first: int, end: int
-    ) -> tuple[tuple[int, int], tuple[Access, ...]]:
-        """What a segment that reads and writes these pages at layers ``first <= layer < end`` says that it touches."""
-        return (first, end), (device_access(Mode.READ, reads), device_access(Mode.WRITE, writes))
+    def partial(self, layer: int) -> int | None:
+        """See ``RoundPool``: every layer has full attention."""
+        return None
+
+    def window(self, layer: int) -> int:
+        """See ``RoundPool``."""
+        return 0
+
+    def state(self, layer: int) -> bool:
+        """See ``RoundPool``."""
+        return False
+
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """See ``RoundPool``: one."""
+        return [(0, self.layout.layers)]
+
+    def touched(self, batch: ForwardBatch, first: int, end: int) -> tuple[tuple[int, int], tuple[Access, ...]]:
+        """See ``RoundPool``."""
+        return (first, end), (device_access(Mode.READ, batch.read_pages), device_access(Mode.WRITE, batch.write_pages))
 
     def read(self, part: int, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """``(n, heads, head_dim)`` of ``layout.dtype``: K (``part`` 0) or V (1) of ``(n,) int64`` slots."""
@@ -174,6 +228,12 @@ class DevicePool:
         slots = (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
         k, v = (self.read(part, layer, slots).unflatten(0, (-1, size)) for part in (0, 1))
         return k, v
+
+    def write_pages(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See ``RoundPool``."""
+        size = self.layout.page_size
+        slots = (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
+        self.write(layer, slots, k.flatten(0, 1), v.flatten(0, 1))
 
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Copy ``(n,) int64`` pages ``old`` to pages ``new``, at all layers."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.backups import Backups
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.page_table import PageTable
+from hicache_obs.controller.partial_pool import PartialPools
 from hicache_obs.controller.radix_cache import HostHold, RadixCache
 from hicache_obs.controller.radix_node import Int64Array
 from hicache_obs.controller.request_state import RequestState
@@ -26,6 +27,7 @@ class RequestPages:
         before_free: Called before evicted pages are free: the place to submit their write-backs.
         on_alloc, on_free: Told of device page ownership: ``(owner, pages)``.
         evicted_pages: Device pages taken from the tree so far.
+        partial: Pools that have a place for some pages only.
     """
 
     radix: RadixCache
@@ -37,11 +39,17 @@ class RequestPages:
     on_alloc: Callable[[int, PageIds], None] | None = None
     on_free: Callable[[int, PageIds], None] | None = None
     evicted_pages: int = 0
+    partial: PartialPools = field(default_factory=PartialPools)
 
-    def room(self, pages: int) -> bool:
-        """Evict until ``pages`` are free, if that is possible."""
+    def room(self, pages: int, needs: Sequence[int] | None = None) -> bool:
+        """Evict until ``pages`` are free, if that is possible.
+
+        Args:
+            needs: Places there must be in each partial pool; default: as more pages of a running request need.
+        """
         missing = pages - self.allocator.available
-        if missing > self.radix.device_evictable_pages:
+        needs = self.partial.more(pages) if needs is None else needs
+        if missing > self.radix.device_evictable_pages or not self.partial.possible(needs):
             return False
         if missing > 0:
             evicted = self.radix.evict_device(missing, before_drop=self.backups.before_drop).pages
@@ -62,12 +70,26 @@ class RequestPages:
         """Give pages back."""
         if self.on_free is not None and len(pages):
             self.on_free(owner, pages)
+        self.partial.freed(pages, cold=cold)
         self.allocator.free(pages, cold=cold)
 
     def grow(self, state: RequestState, count: int) -> None:
         """Give the request ``count`` fresh pages."""
         pages, tenancies = self.alloc(state.request.request_id, count)
-        self.table.append(state, pages, tenancies, tenancies)
+        self.partial.grown(pages, tenancies)
+        self.append(state, pages, tenancies, tenancies)
+
+    def append(self, state: RequestState, pages: PageIds, tenancies: Int64Array, sources: Int64Array) -> None:
+        """The request uses ``pages``, its own or the tree's, behind those it has."""
+        self.partial.joined(state, pages)
+        self.table.append(state, pages, tenancies, sources)
+
+    def advance(self, state: RequestState, start: int, end: int) -> None:
+        """The next round computes tokens ``start`` to ``end``: give places up that are behind the windows."""
+        if self.partial.pools:
+            row, tenancies = self.table.used(state), self.table.tenancies[state.slot, : state.page_count]
+            shared = state.page_count - len(self.table.owned(state))
+            self.partial.advance(state, start, end, row=row, tenancies=tenancies, shared=shared)
 
     def share(self, state: RequestState, start: int) -> None:
         """The launched round writes the request's KV from token ``start`` on: hand the full pages to the tree.
@@ -110,6 +132,7 @@ class RequestPages:
 
     def _let_go(self, state: RequestState, left: PageIds) -> None:
         self.radix.unlock(state.locked)
+        self.partial.end(state, self.table.used(state))
         self.free(state.request.request_id, left)
         self.table.version += 1
         state.alive = False
@@ -120,6 +143,7 @@ class RequestPages:
         pages = self.table.used(state)[: -(-state.launched_len // size)]
         self.allocator.stamp(pages, state.last_stream, state.last_round, mode=Mode.READ)
         self.allocator.stamp(pages[kept // size :], state.last_stream, state.last_round)
+        self.partial.stamp(state, pages, kept // size)
 
     def _insert(self, state: RequestState, full: int) -> PageIds:
         """Insert the first ``full`` pages into the tree and move the request's lock there.
@@ -140,6 +164,14 @@ class RequestPages:
         self.radix.unlock(state.locked)
         state.locked = inserted.last_node
         self.table.adopt(state, full)
+        self._swap(state, pages)
         taken = np.isin(mine, pages) & ~np.isin(mine, inserted.duplicate_pages)
         left: PageIds = mine[~taken]
         return left
+
+    def _swap(self, state: RequestState, before: PageIds) -> None:
+        """The request's first pages were ``before`` until the tree's took their place."""
+        if self.partial.pools:
+            after = self.table.used(state)[: len(before)]
+            changed = np.flatnonzero(before != after)
+            self.partial.swapped(state, changed, before[changed], after[changed])

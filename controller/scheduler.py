@@ -40,9 +40,12 @@ from hicache_obs.controller.layer_done import Ticket
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import ModelRunner
 from hicache_obs.controller.page_table import PageTable
-from hicache_obs.controller.radix_cache import Node, RadixCache
+from hicache_obs.controller.partial_pool import PartialPools
+from hicache_obs.controller.radix_cache import Match, Node, RadixCache
+from hicache_obs.controller.radix_node import Int64Array
 from hicache_obs.controller.request_pages import RequestPages
 from hicache_obs.controller.request_state import PrefillRow, RequestState, Waiting
+from hicache_obs.controller.scheduler_counters import Restored, SchedulerCounters
 from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.storage_control import StorageControl
 from hicache_obs.controller.workloads import Request
@@ -62,46 +65,6 @@ class _Launched:
     stream: Stream
     rows: tuple[tuple[RequestState, bool], ...]
     mode: BatchMode
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Where a restored page came from; the demo matches wrong contents with findings through it.
-
-    Attributes:
-        device_page: Where it was restored to.
-        step: Scheduler step that submitted the load-back.
-    """
-
-    device_page: int
-    step: int
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """What the scheduler did.
-
-    Attributes:
-        rounds, extend_rounds: Launched; prefill rounds among them.
-        chunks: Rows of prefill rounds that were not the last of their prompt.
-        finished, aborted, retractions: Requests.
-        resumed_pages: Pages of retracted requests that were not computed again.
-        output_tokens: Handled.
-        admitted_tokens, device_hit_tokens, host_hit_tokens: Tokens of admitted requests, retracted ones that go on
-            included; those of them whose KV was on the device, or in host memory.
-    """
-
-    rounds: int = 0
-    extend_rounds: int = 0
-    chunks: int = 0
-    finished: int = 0
-    aborted: int = 0
-    retractions: int = 0
-    resumed_pages: int = 0
-    output_tokens: int = 0
-    admitted_tokens: int = 0
-    device_hit_tokens: int = 0
-    host_hit_tokens: int = 0
 
 
 class Scheduler:
@@ -137,6 +100,7 @@ class Scheduler:
         host_pages: PageAllocator,
         ledger: ContentLedger,
         options: SchedulerOptions,
+        partial: PartialPools | None = None,
     ) -> None:
         slots = len(runner.token_buffer)
         if options.max_running > slots:
@@ -157,6 +121,10 @@ class Scheduler:
         self.table = PageTable(options.max_running, device_pages.pages, radix.page_size)
         self.backups = Backups(controller, radix, host_pages, options)
         self.pages = RequestPages(radix, device_pages, ledger, self.table, self.backups)
+        if partial is not None:
+            self.pages.partial = partial
+            partial.before_free = self._submit_evictions
+            partial.settle = self._settle
         self.pages.before_free = self._submit_evictions
         self.metadata: BatchMetadata | None = None
         if options.barrier != "private":
@@ -173,7 +141,7 @@ class Scheduler:
         self.outputs: dict[int, list[int]] = {}
         self.first_token_ns: dict[int, int] = {}
         self.restored: dict[int, Restored] = {}
-        self._builder = BatchBuilder(self.table)
+        self._builder = BatchBuilder(self.table, self.pages.partial.pools)
         self._waiting: deque[Waiting] = deque()
         self._running: list[RequestState] = []
         self._free_slots = list(range(options.max_running - 1, -1, -1))
@@ -340,6 +308,10 @@ class Scheduler:
     def _submit_evictions(self) -> None:
         self.controller.start_evicting(self._step)
 
+    def _settle(self) -> None:
+        """End the pins of all transfers that were submitted. Blocks."""
+        self.controller.acknowledge(self._step)
+
     def _set_fence_streams(self) -> None:
         """Bind the fences to the runner's forward stream of now; a controller without them is left alone."""
         stream = self._forward_stream()
@@ -373,6 +345,8 @@ class Scheduler:
         states = self._decoding()
         if not states:
             return None, []
+        for state in states:
+            self.pages.advance(state, state.launched_len, state.launched_len + 1)
         batch = self._builder.decode(self._next_round(BatchMode.DECODE), states)
         for state in states:
             state.launched_len += 1
@@ -415,6 +389,7 @@ class Scheduler:
         if self.options.chunked_prefill and end - start > budget:
             size = self.radix.page_size
             end = start + budget // size * size
+        self.pages.advance(state, start, end)
         state.launched_len = end
         state.prefilling = end < len(state.tokens)
         return PrefillRow(state, start, end)
@@ -423,7 +398,7 @@ class Scheduler:
         """Match, lock, restore and allocate for one request; ``None``, with nothing changed, if it must wait."""
         size, tokens = self.radix.page_size, waiting.tokens
         prompt = waiting.prompt()
-        match = self.radix.match(prompt[: (len(tokens) - 1) // size * size])  # at least one token to compute
+        match = self._match(prompt[: (len(tokens) - 1) // size * size])  # at least one token to compute
         cached = match.device_len + match.host_len
         least = min(len(tokens) - cached, size) if self.options.chunked_prefill else len(tokens) - cached
         if least > budget and not alone:
@@ -431,7 +406,10 @@ class Scheduler:
         fresh = -(-len(tokens) // size) - cached // size
         last = match.last_node
         self.radix.lock(last)
-        if not self.pages.room(match.host_len // size + fresh):  # optimistic: decode rows may have to retract one later
+        partial = self.pages.partial
+        with partial.keeping(match):  # optimistic: decode rows may have to retract one later
+            room = self.pages.room(match.host_len // size + fresh, partial.needs(match, fresh))
+        if not room:
             self.radix.unlock(last)
             return None
         state = RequestState(waiting.request, tokens, waiting.remaining, self._free_slots.pop(), cached, 0, last)
@@ -439,7 +417,9 @@ class Scheduler:
         self.counters.admitted_tokens += len(tokens)
         self.counters.device_hit_tokens += match.device_len
         self.counters.host_hit_tokens += match.host_len
-        self.table.append(state, match.device_pages(), match.tenancies(), match.sources())
+        partial.begin(state, cached)
+        self.pages.append(state, match.device_pages(), match.tenancies(), match.sources())
+        self._revive(match, state)
         for node in match.host_nodes:
             self._load(node, state)
         self.pages.grow(state, fresh)
@@ -452,13 +432,30 @@ class Scheduler:
         self.backups.used(last)
         return self._next_chunk(state, budget)
 
+    def _match(self, prompt: Int64Array) -> Match:
+        """The longest cached prefix behind which every pool has what the next token needs."""
+        match = self.radix.match(prompt)
+        while self.pages.partial.pools:
+            usable = self.pages.partial.usable(match) * self.radix.page_size
+            if usable == match.device_len + match.host_len:
+                break
+            match = self.radix.match(prompt[:usable])
+        return match
+
+    def _revive(self, match: Match, state: RequestState) -> None:
+        """Restore what the request needs of pages that are on the device, but for some pools' part."""
+        pages, tenancies = self.pages.partial.revive(state, match.device_nodes, self.ledger.open)
+        for page, tenancy in zip(pages.tolist(), tenancies.tolist(), strict=True):
+            self.restored[tenancy] = Restored(page, self._step)
+
     def _load(self, node: Node, state: RequestState) -> None:
         assert node.host_pages is not None  # match calls it a host node
         pages, tenancies = self.pages.alloc(state.request.request_id, len(node.host_pages))
+        self.pages.partial.restored(state, pages, tenancies, node.host_pages)
         self.controller.load(node, pages, tenancies)
         for page, tenancy in zip(pages.tolist(), tenancies.tolist(), strict=True):
             self.restored[tenancy] = Restored(page, self._step)
-        self.table.append(state, pages, tenancies, node.sources)
+        self.pages.append(state, pages, tenancies, node.sources)
 
     def _make_room(self) -> None:
         """Give each decoding request a slot for its next token; retract the newest while pages run out."""
@@ -491,7 +488,7 @@ class Scheduler:
             self.metadata.upload(batch)
         stream = self._forward_stream()
         stream.wait_stream(self.runner.device.current_stream())
-        self.controller.before_overwrite(stream, batch.write_pages)
+        self.controller.before_round(stream, batch.write_pages)
         wait: Callable[[int], None] | None = None
         if ticket is not None:
             wait = partial(self.controller.layer_done.wait_until, ticket)

@@ -105,6 +105,10 @@ class TransferEngine:
         """Layers that a load-back restores, each with an event of its own."""
         return self.device_pool.layout.layers
 
+    def places(self, pages: PageIds) -> Sequence[tuple[int, PageIds]]:
+        """Where device ``pages`` are, pool by pool: its number in records, and a place for each, -1 for none."""
+        return [(0, pages)]
+
     def load_parts(self, move: PageMove) -> Sequence[Sequence[Part]]:
         """The copies of a load-back, layer by layer."""
         layout = self.device_pool.layout

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hicache_obs.controller.batch import BatchMode, ForwardBatch
+from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import TOKEN_SLOTS, ModelRunner, RoundWork
-from hicache_obs.controller.pools import DevicePool, KVLayout, synchronize
+from hicache_obs.controller.pools import KVLayout, RoundPool, synchronize
 from hicache_obs.errors import ControllerError
 from hicache_obs.streams.protocol import Device
 
@@ -105,7 +105,6 @@ class TransformerRound(RoundWork):
 
     Attributes:
         logits: ``(n, vocabulary)`` float64 of each row's last token, once the last segment ran.
-        k, v: Per layer, ``(pages * page_size, heads, head_dim)``, device: the pool's pages laid end to end.
     """
 
     logits: torch.Tensor
@@ -114,7 +113,7 @@ class TransformerRound(RoundWork):
         self,
         weights: Weights,
         batch: ForwardBatch,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         token_buffer: torch.Tensor,
         next_tokens: torch.Tensor,
@@ -123,15 +122,11 @@ class TransformerRound(RoundWork):
         self._weights = weights
 
     def embed(self) -> None:
-        self.k = self.pool.k.flatten(1, 2).unbind()
-        self.v = self.pool.v.flatten(1, 2).unbind()
         self._x = self._weights.embedding[self.tokens]
         angles = self.upload(self.positions)[:, None] * self._weights.rotary
         self._phases = torch.polar(torch.ones_like(angles), angles)[:, None, None]
-        if self.batch.mode is BatchMode.DECODE:
-            self._prepare_decode()
-        else:
-            self._prepare_extend()
+        self._decode_contexts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._row_contexts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self.layout
@@ -141,57 +136,90 @@ class TransformerRound(RoundWork):
         return k, qkv[:, 2]
 
     def attend(self, layer: int) -> None:
+        attended = self._attend_decode(layer) if self.batch.mode is BatchMode.DECODE else self._attend_extend(layer)
+        self.mix(layer, attended)
+
+    def mix(self, layer: int, attended: torch.Tensor) -> None:
+        """Finish ``layer`` with what its attention gives: ``(t, heads, head_dim)``."""
         weights = self._weights.layers[layer]
-        if self.batch.mode is BatchMode.DECODE:
-            attended = self._attend_decode(self.k[layer], self.v[layer])
-        else:
-            attended = self._attend_extend(self.k[layer], self.v[layer])
         x = self._x + attended.flatten(1) @ weights.out
         gate, up = (rms_norm(x) @ weights.gate_up).chunk(2, dim=-1)
         self._x = x + (F.silu(gate) * up) @ weights.down
+
+    def advance_states(self, layer: int, states: torch.Tensor, marks: Int64Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """``page_size`` averages of K·V that forget at different rates; V of what is kept is the newest input."""
+        k, v = self.keys_values(layer)
+        inputs, new = k * v, self.batch.new_lens
+        rates = (torch.arange(1, states.shape[1] + 1, device=states.device) / (states.shape[1] + 1))[:, None, None]
+        number = np.full(len(inputs), len(marks))
+        number[marks] = np.arange(len(marks))
+        kept = states.new_zeros((len(marks) + 1, *states.shape[1:]))  # the last one is for tokens without a mark
+        summed = torch.empty_like(inputs)
+        for step in range(int(new.max())):
+            rows = np.flatnonzero(new > step)
+            tokens = (self.last + 1 - new)[rows] + step
+            row, token = self.upload(rows), self.upload(tokens)
+            states[row] += rates * (inputs[token][:, None] - states[row])
+            summed[token] = states[row].sum(1)
+            kept[self.upload(number[tokens])] = states[row]
+        self.mix(layer, self._q * summed / math.sqrt(states.shape[1]))
+        newest = inputs[self.upload(marks)][:, None]
+        return kept[:-1], newest.expand(-1, states.shape[1], -1, -1)
 
     def sample(self) -> torch.Tensor:
         self.logits = rms_norm(self._x[self.upload(self.last)]) @ self._weights.head
         return self.logits.argmax(-1)
 
-    def _prepare_decode(self) -> None:
-        """All rows at once, padded to the longest; padding reads the row's own first token, masked out.
+    def _decode_context(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows at once, padded to the longest; padding reads the first token the row attends to, masked out.
 
         Padding never touches a slot that is not the row's: it may hold anything, and a page of someone else
         would be an access that the round did not declare.
         """
-        positions = np.arange(self.context_lens.max())
+        starts = np.maximum(0, self.context_lens - window) if window else np.zeros_like(self.context_lens)
+        positions = starts[:, None] + np.arange((self.context_lens - starts).max())
         valid = positions < self.context_lens[:, None]
         rows = np.arange(self.batch.rows)[:, None]
-        self._context = self.upload(self.slots(rows, np.where(valid, positions, 0)))
-        self._bias = self.upload(np.where(valid, 0.0, -np.inf)[:, None, None])
+        context = self.upload(self.slots(rows, np.where(valid, positions, starts[:, None])))
+        return context, self.upload(np.where(valid, 0.0, -np.inf)[:, None, None])
 
-    def _attend_decode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        flat, shape = self._context.flatten(), (*self._context.shape, *k.shape[1:])
+    def _attend_decode(self, layer: int) -> torch.Tensor:
+        window = self.pool.window(layer)
+        if window not in self._decode_contexts:
+            self._decode_contexts[window] = self._decode_context(window)
+        context, bias = self._decode_contexts[window]
+        flat, shape = context.flatten(), (*context.shape, *self._q.shape[1:])
         # index_select of whole tokens and one fused attention: 140 µs for 16 rows × 200 tokens, einsum 240.
-        context_k = k.index_select(0, flat).view(shape).transpose(1, 2)
-        context_v = v.index_select(0, flat).view(shape).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(self._q[:, :, None], context_k, context_v, attn_mask=self._bias)
+        context_k = self.pool.read(0, layer, flat).view(shape).transpose(1, 2)
+        context_v = self.pool.read(1, layer, flat).view(shape).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(self._q[:, :, None], context_k, context_v, attn_mask=bias)
         return attended[:, :, 0]
 
-    def _prepare_extend(self) -> None:
+    def _extend_contexts(self, window: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Row by row: padding new tokens × context to the longest row would cost memory and gain nothing."""
-        self._row_contexts = []
+        contexts = []
         for row, (prefix, new) in enumerate(
             zip(self.batch.prefix_lens.tolist(), self.batch.new_lens.tolist(), strict=True)
         ):
-            positions = np.arange(prefix + new)
-            causal = positions <= np.arange(prefix, prefix + new)[:, None]
+            positions = np.arange(max(0, prefix - window + 1) if window else 0, prefix + new)
+            queries = np.arange(prefix, prefix + new)[:, None]
+            seen = positions <= queries
+            if window:
+                seen &= positions > queries - window
             slots = self.slots(np.full_like(positions, row), positions)
-            self._row_contexts.append((self.upload(slots), self.upload(np.where(causal, 0.0, -np.inf))))
+            contexts.append((self.upload(slots), self.upload(np.where(seen, 0.0, -np.inf))))
+        return contexts
 
-    def _attend_extend(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend_extend(self, layer: int) -> torch.Tensor:
+        window = self.pool.window(layer)
+        if window not in self._row_contexts:
+            self._row_contexts[window] = self._extend_contexts(window)
         attended, begin = [], 0
-        for slots, bias in self._row_contexts:
+        for slots, bias in self._row_contexts[window]:
             end = begin + len(bias)
             q = self._q[begin:end].transpose(0, 1)[None]
-            context_k = k.index_select(0, slots).transpose(0, 1)[None]
-            context_v = v.index_select(0, slots).transpose(0, 1)[None]
+            context_k = self.pool.read(0, layer, slots).transpose(0, 1)[None]
+            context_v = self.pool.read(1, layer, slots).transpose(0, 1)[None]
             out = F.scaled_dot_product_attention(q, context_k, context_v, attn_mask=bias)
             attended.append(out[0].transpose(0, 1))
             begin = end
@@ -208,7 +236,7 @@ class TransformerRunner(ModelRunner):
     def __init__(
         self,
         device: Device,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         *,
         seed: int,

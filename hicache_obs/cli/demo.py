@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from hicache_obs.exporters.server import Server
 
 SCHEDULES: Final = ("eager", "lazy", "random", "adversarial")
-FORMS: Final = ("mha", "mla", "fp8")
+KV_LAYOUTS: Final = ("mha", "mla", "fp8", "swa", "hybrid")
+HYBRID_LAYERS: Final = 3
+"""One of each kind."""
 HOST_LAYOUTS: Final = ("layer-first", "page-first", "page-first-direct")
 IO_BACKENDS: Final = ("kernel", "direct")
 DEVICES: Final = ("auto", "cuda", "threads", "virtual")
@@ -105,8 +107,9 @@ class _Defaults:
 @policy_options
 @rank_flags
 @click.option(
-    "--kv", type=click.Choice(FORMS), default="mha", show_default=True,
-    help="What a page holds: K and V apart, both in one buffer, or 8-bit floats with scales (runner pattern).",
+    "--kv", type=click.Choice(KV_LAYOUTS), default="mha", show_default=True,
+    help="What a page holds: K and V apart, both in one buffer, or 8-bit floats with scales (runner pattern); swa: "
+    "every second layer has a sliding window, in a pool of its own; hybrid: full attention, windows and states.",
 )  # fmt: skip
 @click.option(
     "--host-layout", type=click.Choice(HOST_LAYOUTS), default="layer-first", show_default=True,
@@ -315,7 +318,7 @@ def build_options(
         device_pages=device_pages or defaults.device_pages,
         host_pages=host_pages or defaults.host_pages,
         page_size=defaults.page_size,
-        layers=defaults.layers,
+        layers=max(defaults.layers, HYBRID_LAYERS if (pools or {}).get("kv") == "hybrid" else 1),
         heads=defaults.heads,
         head_dim=defaults.head_dim,
         vocabulary=VOCABULARY,

@@ -27,7 +27,7 @@ from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.gate import WriterGate
 from hicache_obs.controller.host_threads import HostThreads
-from hicache_obs.controller.watching import watch_blocks
+from hicache_obs.controller.watching import name_pools, watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.exporters.catalogue import Phase, RingProblem
@@ -267,7 +267,7 @@ class DemoRun:
 
             def on_transfer(transfer: SubmittedTransfer) -> None:
                 gate.on_transfer(transfer)
-                lineage.on_transfer(transfer)
+                lineage.on_transfer(transfer, engine.controller.engine)
 
             engine.controller.on_transfer, engine.scheduler.on_move = on_transfer, lineage.on_move
             self._run(engine, f"{fence}: check", agent)
@@ -349,10 +349,10 @@ class DemoRun:
             ring = create_ring("demo", self._rank, directory=folder, clock=bare.host_ns, **sizes)
             recorder = Recorder(ring, clock=bare.host_ns, first_op=self._next_op)
             recorder.define_engine(ENGINE)
-            recorder.define_pool("kv", options.engine.layers)
             observed = RecordedDevice(bare, recorder)
             threads = SeededThreads(recorder, options.seed) if options.device == "virtual" else None
             engine = self._build(observed, recorder, fence, threads)
+            name_pools(engine.controller.engine, recorder)
             watch_blocks(engine.controller.engine, recorder)
             engine.scheduler.on_alloc = self._on_alloc(recorder, fence)
             engine.scheduler.on_discard = recorder.rows_discarded

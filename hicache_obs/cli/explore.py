@@ -31,6 +31,7 @@ PROTECTIONS: Final = (
     "load-fence", "write-fence", "layer-waits", "layer-order", "load-stream", "write-stream", "start-waits",
     "write-pins", "acks", "reader-stamps", "reuse-fence", "metadata-barrier", "storage-holds",
     "storage-replies", "backup-acks", "record-stream", "graph-load-wait", "graph-input-wait", "move-gate", "move-wait",
+    "place-stamps", "shared-stamps", "table-fence", "table-wait",
 )  # fmt: skip
 """Names of ``hicache_obs.testing.protections``, which imports torch."""
 _OUTCOMES: Final = {ExitCode.CLEAN: "clean", ExitCode.FINDINGS: "findings", ExitCode.NOTHING_CHECKED: "not-decided"}

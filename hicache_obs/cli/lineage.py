@@ -1,11 +1,12 @@
-"""Which findings explain which wrong pages of a demo's check run."""
+"""Where wrong contents came from: which transfers moved a page, and whether a finding names one of them."""
 
 from __future__ import annotations
 
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.controller.cache_controller import SubmittedTransfer
 from hicache_obs.controller.radix_node import joined, last_nodes
-from hicache_obs.findings import Finding
+from hicache_obs.controller.transfer_engine import TransferEngine
+from hicache_obs.findings import Finding, Shared
 from hicache_obs.records import Direction, PageIds
 
 
@@ -17,15 +18,14 @@ class Lineage:
     """
 
     def __init__(self) -> None:
-        self._moved: dict[int, set[tuple[int, int]]] = {}  # tenancy -> (transfer, device page)
+        self._moved: dict[int, set[tuple[int, int, int]]] = {}  # tenancy -> (transfer, pool, place)
         self._restored: dict[tuple[int, int], int] = {}  # (step, device page) -> tenancy
-        self._raced: set[tuple[int, int]] = set()
+        self._raced: set[tuple[int, int, int]] = set()
         self._holds: dict[int, int] = {}  # device page -> tenancy restored to it last, or moved there since
         self._arrived: dict[tuple[int, int], int | None] = {}  # (step, device page moved to) -> what was moved
         self._moves_raced: set[int] = set()
 
     def on_move(self, step: int, old: PageIds, new: PageIds) -> None:
-        """Pages have moved; for ``Scheduler.on_move``."""
         held = [self._holds.get(page) for page in old.tolist()]
         for page, tenancy in zip(new.tolist(), held, strict=True):
             self._arrived[step, page] = tenancy
@@ -33,23 +33,25 @@ class Lineage:
             if tenancy is not None:
                 self._holds[page] = tenancy
 
-    def on_transfer(self, transfer: SubmittedTransfer) -> None:
-        """A transfer was submitted; for ``CacheController.on_transfer``."""
+    def on_transfer(self, transfer: SubmittedTransfer, engine: TransferEngine) -> None:
         for operation in transfer.operations:
             page_tokens = len(operation.node.tokens) // len(operation.node.host_sources)
             nodes = last_nodes(operation.node, page_tokens * len(operation.device_pages))
             tenancies = joined([node.host_sources for node in nodes]).tolist()
+            for pool, places in engine.places(operation.device_pages):
+                for place, tenancy in zip(places.tolist(), tenancies, strict=True):
+                    self._moved.setdefault(tenancy, set()).add((transfer.transfer, pool, place))
             for device_page, tenancy in zip(operation.device_pages.tolist(), tenancies, strict=True):
-                self._moved.setdefault(tenancy, set()).add((transfer.transfer, device_page))
                 if transfer.direction is Direction.HOST_TO_DEVICE:
                     self._restored[transfer.step, device_page] = tenancy
                     self._holds[device_page] = tenancy
 
     def on_finding(self, finding: Finding) -> None:
-        """The analyzer has found something."""
         for side in (finding.earlier, finding.later):
-            if finding.space == "device" and side.what in ("restore", "backup"):
-                self._raced.update((side.group, page) for page in finding.pages)
+            if side.what in ("restore", "backup"):
+                for shared in (Shared(finding.space, finding.pool, finding.pages), *finding.also):
+                    if shared.space == "device":
+                        self._raced.update((side.group, shared.pool, page) for page in shared.pages)
             if side.what == "relocate":
                 self._moves_raced.update(finding.pages)
 

@@ -15,7 +15,7 @@ import numpy as np
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.storage_config import StorageConfig
-from hicache_obs.controller.watching import watch_blocks
+from hicache_obs.controller.watching import name_pools, watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.findings import Hazard
 from hicache_obs.records import Mode, PageIds, device
@@ -48,6 +48,19 @@ GRAPH_WORKLOAD: Final = (
     ("ddeez", 4),
 )
 """Prompts that are restored but for their last token: rounds that consume a load-back and can be replayed."""
+HYBRID_WORKLOAD: Final = (
+    ("hhiijkl", 1),
+    ("ooppqrstuvw", 1),
+    ("vvwwxyzabcd", 2),
+    ("aabbcdefg", 1),
+    ("aabbcde", 2),
+    ("hhiijklmn", 1),
+    ("hhiij", 2),
+    ("aabbcde", 2),
+)
+"""For hybrid pools of ``HYBRID_PAGES``. Found by a search: a tombstone is restored into a place that a round in flight
+uses, for another page and another pool."""
+HYBRID_PAGES: Final = 13
 PAGES: Final = 6
 EVICTIONS: Final = (("aabbccdd", 1), ("eeffgghhiijjkkll", 1), ("mmnnooppq", 1), ("aabbccddz", 2))
 """For 14 pages: the third prompt evicts the first, and the fourth restores it in the same step."""
@@ -85,6 +98,8 @@ def workload_for(needs: Sequence[Protection], *, storage: bool = False) -> Workl
         return STORED
     if any(need.evictions for need in needs):
         return EVICTIONS
+    if any(need.engine.get("kv") for need in needs):
+        return HYBRID_WORKLOAD
     return GRAPH_WORKLOAD if any(need.engine.get("graphs") for need in needs) else WORKLOAD
 
 
@@ -95,7 +110,7 @@ def engine_for(needs: Sequence[Protection], fence: str, *, storage: bool = False
     for need in needs:
         limits |= need.options
         fields |= need.engine
-    pages = EVICTIONS_PAGES if any(need.evictions for need in needs) else PAGES
+    pages = EVICTIONS_PAGES if any(need.evictions for need in needs) else HYBRID_PAGES if "kv" in fields else PAGES
     return replace(
         CONFIG,
         fence=fence,
@@ -159,7 +174,6 @@ class ControllerProgram:
         """One run; AssertionError if it computed something wrong."""
         recorder = world.recorder
         recorder.define_engine("hicache-obs controller")
-        recorder.define_pool("kv", self._config.layers)
         engine = build_engine(world.device, self._config, self.requests, threads=world, backend=MemoryBackend())
 
         def on_alloc(owner: int, pages: PageIds) -> None:
@@ -168,6 +182,7 @@ class ControllerProgram:
         def on_free(owner: int, pages: PageIds) -> None:
             recorder.page_free(owner, device(Mode.WRITE, pages))
 
+        name_pools(engine.controller.engine, recorder)
         watch_blocks(engine.controller.engine, recorder)
         engine.scheduler.on_alloc, engine.scheduler.on_free = on_alloc, on_free
         for name in self._off:

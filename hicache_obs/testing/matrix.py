@@ -22,8 +22,9 @@ from typing import Any, Final
 
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.controller.batch import RoundResult
+from hicache_obs.controller.cache_pools import HYBRIDS
 from hicache_obs.controller.engine import Engine, build_engine
-from hicache_obs.controller.watching import watch_blocks
+from hicache_obs.controller.watching import name_pools, watch_blocks
 from hicache_obs.errors import StreamError
 from hicache_obs.findings import Finding, Hazard
 from hicache_obs.recorder.nvtx_ranges import NoRanges
@@ -42,7 +43,14 @@ from hicache_obs.records import (
 from hicache_obs.streams.runner import Runner
 from hicache_obs.streams.schedule import Board, Queued, Schedule, schedule_named
 from hicache_obs.streams.virtual import VirtualDevice
-from hicache_obs.testing.controller_program import GRAPH_WORKLOAD, PAGES, engine_for, requests
+from hicache_obs.testing.controller_program import (
+    GRAPH_WORKLOAD,
+    HYBRID_PAGES,
+    HYBRID_WORKLOAD,
+    PAGES,
+    engine_for,
+    requests,
+)
 from hicache_obs.testing.exploration import ListSink, needs_order
 from hicache_obs.testing.memory_backend import MemoryBackend
 from hicache_obs.testing.protections import PROTECTIONS, Protection
@@ -209,12 +217,15 @@ def run(protection: Protection, fence: str, schedule: Schedule, *, seed: int = 0
     recorder.define_engine("hicache-obs controller")
     config = engine_for((protection,), fence, storage=protection.storage)
     limits = replace(config.scheduler, poll_acks=False)
-    config = replace(config, scheduler=limits, device_pages=PAGES, host_pages=PAGES)
-    recorder.define_pool("kv", config.layers)
-    work = requests(GRAPH_WORKLOAD if config.graphs else AGAIN if protection.storage else WORKLOAD)
+    hybrid = config.kv in HYBRIDS
+    pages = HYBRID_PAGES if hybrid else PAGES
+    config = replace(config, scheduler=limits, device_pages=pages, host_pages=pages)
+    own = GRAPH_WORKLOAD if config.graphs else HYBRID_WORKLOAD if hybrid else None
+    work = requests(own or (AGAIN if protection.storage else WORKLOAD))
     with closing(SeededThreads(recorder, seed)) as threads:
         recorded = RecordedDevice(device, recorder)
         engine = build_engine(recorded, config, work, threads=threads, backend=MemoryBackend())
+        name_pools(engine.controller.engine, recorder)
         watch_blocks(engine.controller.engine, recorder)
         if off:
             protection.remove(engine)

@@ -15,10 +15,13 @@ import numpy as np
 from hicache_obs.controller.cache_controller import CacheController, SubmittedTransfer
 from hicache_obs.controller.compaction import Compactor, MoveGate
 from hicache_obs.controller.engine import Engine
-from hicache_obs.controller.fence_policy import EvictingCopy, FencePolicy
+from hicache_obs.controller.fence_policy import EvictingCopy, FencePolicy, NoFence, PageFence
 from hicache_obs.controller.graph_rounds import GraphRunner
+from hicache_obs.controller.hybrid import HybridTransferEngine
+from hicache_obs.controller.hybrid_controller import HybridCacheController
 from hicache_obs.controller.index_blocks import IndexBlock, IndexBlocks
 from hicache_obs.controller.layer_done import LayerDoneCounter, Ticket
+from hicache_obs.controller.page_stamps import PageStamps
 from hicache_obs.controller.radix_cache import HostHold, Node
 from hicache_obs.controller.storage_control import Prefetch, StorageControl
 from hicache_obs.controller.storage_jobs import Done, Fetch, Store
@@ -204,6 +207,13 @@ class MovesUnawaited(MoveGate):
         """Nothing."""
 
 
+class UnawaitedTables(HybridTransferEngine):
+    """Nobody waits for new entries of the translation tables."""
+
+    def await_translations(self, stream: Stream) -> None:
+        """Nothing."""
+
+
 class UnmarkedBlocks(IndexBlocks):
     """The allocator is not told that the copies' stream reads an index tensor."""
 
@@ -308,6 +318,30 @@ def without_record_stream(engine: Engine) -> None:
     engine.controller.engine.blocks.__class__ = UnmarkedBlocks
 
 
+def without_place_stamps(engine: Engine) -> None:
+    """The page fence asks who used the virtual pages last, not who used the places they have now."""
+    policy = engine.controller.policy
+    assert isinstance(policy, PageFence)
+    policy.allocator = engine.scheduler.device_pages
+
+
+def without_shared_stamps(engine: Engine) -> None:
+    """Each pool stamps places for itself: that the bytes were another pool's a moment ago is not seen."""
+    for pool in engine.scheduler.pages.partial.pools:
+        pool.place_stamps = PageStamps(pool.translation.slabs.pages, name=pool.name)
+
+
+def without_table_fence(engine: Engine) -> None:
+    """Entries of translation tables change while rounds and copies in flight read them."""
+    assert isinstance(engine.controller, HybridCacheController)
+    engine.controller.table_policies = [NoFence() for _ in engine.controller.table_policies]
+
+
+def without_table_wait(engine: Engine) -> None:
+    """See ``UnawaitedTables``."""
+    engine.controller.engine.__class__ = UnawaitedTables
+
+
 def _compactor(engine: Engine) -> Compactor:
     assert engine.compactor is not None, "pages of this engine never move"
     return engine.compactor
@@ -370,7 +404,7 @@ class Protection:
     remove: Callable[[Engine], None]
     against: frozenset[Hazard]
     fences: tuple[str, ...] = ("stream", "page")
-    options: Mapping[str, str | bool] = field(default_factory=dict)
+    options: Mapping[str, str | int] = field(default_factory=dict)
     storage: bool = False
     evictions: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -383,6 +417,8 @@ _STORAGE = frozenset({Hazard.STORAGE_PREFETCH})
 _WRITE_BACK: Final[Mapping[str, str | bool]] = {"write_policy": "write_back", "early_backup": False}
 _GRAPHS: Final = {"graphs": True}
 _MOVES: Final = {"compact_every": 1}
+_HYBRID: Final = {"kv": "hybrid", "layers": 3, "window": 4, "window_pages": 7}
+_CHUNKS: Final[Mapping[str, str | int]] = {"chunked_prefill": True, "max_extend_tokens": 6, "poll_acks": False}
 
 PROTECTIONS: Final = {
     "load-fence": Protection(without_load_fence, frozenset({_WAW, _WAR})),
@@ -407,5 +443,13 @@ PROTECTIONS: Final = {
     "graph-input-wait": Protection(without_input_wait_of_replays, frozenset({Hazard.GRAPH}), engine=_GRAPHS),
     "move-gate": Protection(without_move_gate, frozenset({Hazard.RELOCATION}), engine=_MOVES),
     "move-wait": Protection(without_wait_for_moves, frozenset({Hazard.RELOCATION}), engine=_MOVES),
+    "place-stamps": Protection(
+        without_place_stamps, frozenset({_WAW}), fences=("page",), options=_CHUNKS, engine=_HYBRID
+    ),
+    "shared-stamps": Protection(
+        without_shared_stamps, frozenset({_WAW}), fences=("page",), options=_CHUNKS, engine=_HYBRID
+    ),
+    "table-fence": Protection(without_table_fence, frozenset({Hazard.METADATA_WAR}), options=_CHUNKS, engine=_HYBRID),
+    "table-wait": Protection(without_table_wait, frozenset({Hazard.METADATA_WAR}), options=_CHUNKS, engine=_HYBRID),
 }
 """By the name that ``hicache-obs explore --off`` takes."""

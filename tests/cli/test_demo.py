@@ -193,6 +193,8 @@ def test_the_policies_are_those_of_the_controller() -> None:
         pytest.param(["--kv", "mla", "--host-layout", "page-first"], marks=pytest.mark.slow),
         pytest.param(["--graphs"], marks=pytest.mark.slow),
         ["--compact-every", "1"],
+        pytest.param(["--kv", "swa"], marks=pytest.mark.slow),
+        pytest.param(["--kv", "hybrid"], marks=pytest.mark.slow),
     ],
 )
 def test_every_form_of_the_pools(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
@@ -211,7 +213,10 @@ def test_every_form_of_the_pools(capsys: pytest.CaptureFixture[str], flags: list
     ("flags", "message"),
     [
         (["--graphs"], "--graphs: --runner transformer cannot be captured; expected --runner pattern"),
-        (["--kv", "fp8"], "--kv fp8: --runner transformer needs mha or mla; expected --runner pattern"),
+        (
+            ["--kv", "fp8"],
+            "--kv fp8: --runner transformer needs one of mha, mla, swa, hybrid; expected --runner pattern",
+        ),
         (["--host-layout", "token-first"], "'token-first' is not one of 'layer-first', 'page-first'"),
         (["--io", "dma"], "'dma' is not one of 'kernel', 'direct'"),
         (["--compact-every", "-1"], "--compact-every"),
@@ -225,7 +230,7 @@ def test_pools_that_do_not_exist(capsys: pytest.CaptureFixture[str], flags: list
 def test_the_choices_are_those_of_the_controller() -> None:
     """The command may not import torch to list them."""
     from hicache_obs.cli import demo as command
-    from hicache_obs.controller import page_copies, pools
+    from hicache_obs.controller import cache_pools, page_copies, pools
 
-    assert (command.FORMS, command.HOST_LAYOUTS) == (pools.FORMS, pools.HOST_LAYOUTS)
+    assert (command.KV_LAYOUTS, command.HOST_LAYOUTS) == (cache_pools.KV_LAYOUTS, pools.HOST_LAYOUTS)
     assert command.IO_BACKENDS == page_copies.IO_BACKENDS

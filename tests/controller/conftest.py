@@ -27,7 +27,7 @@ from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.storage_backend import StorageBackend
 from hicache_obs.controller.storage_config import StorageConfig
 from hicache_obs.controller.transfer_engine import PageMove, TransferEngine
-from hicache_obs.controller.watching import watch_blocks
+from hicache_obs.controller.watching import name_pools, watch_blocks
 from hicache_obs.controller.workloads import Request, generate
 from hicache_obs.findings import Finding, Hazard
 from hicache_obs.recorder.recorded import RecordedDevice, Recorder
@@ -101,7 +101,6 @@ class Observed:
         if record:
             self.recorder = Recorder(self._trace, clock=bare.host_ns)
             self.recorder.define_engine("test engine")
-            self.recorder.define_pool("kv", LAYERS)
             self.device = RecordedDevice(bare, self.recorder)
 
     @property
@@ -112,6 +111,7 @@ class Observed:
     def watch(self, engine: Engine) -> None:
         """Record what the device does not see."""
         if self.recorder is not None:
+            name_pools(engine.controller.engine, self.recorder)
             watch_blocks(engine.controller.engine, self.recorder)
 
     def resolve(self) -> None:
@@ -245,6 +245,8 @@ class Setup:
     io: str | None = None
     graphs: bool = False
     compact_every: int = 0
+    window: int = 0
+    window_pages: int = 0
 
 
 class Lab:
@@ -290,6 +292,8 @@ class Lab:
             io=setup.io,
             graphs=setup.graphs,
             compact_every=setup.compact_every,
+            window=setup.window,
+            window_pages=setup.window_pages,
             scheduler=SchedulerOptions(
                 max_running=setup.max_running,
                 max_extend_tokens=setup.max_extend_tokens,

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from hicache_obs.controller.cache_pools import HYBRIDS
 from hicache_obs.controller.engine import Engine
 from hicache_obs.controller.eviction import EVICTION_POLICIES
+from hicache_obs.controller.pattern import PatternRunner
 from hicache_obs.controller.scheduler_options import BARRIERS, RETRACTIONS, WRITE_POLICIES
 from hicache_obs.controller.storage_backend import FileBackend
 from hicache_obs.controller.storage_config import PREFETCH_POLICIES, StorageConfig
@@ -32,8 +34,8 @@ def any_requests(lab, dice: random.Random) -> list[Request]:
         reuse=dice.choice([0.3, 0.8, 0.95]),
         conversations=dice.choice([2, 6]),
         max_blocks=dice.choice([3, 8]),
-        max_output=dice.choice([1, 4, 12]),
-        output_mean=dice.choice([340.0, 1500.0]),
+        max_output=dice.choice([1, 4, 12, 24]),
+        output_mean=dice.choice([340.0, 1500.0, 2500.0]),
     )
     return [replace(request, priority=dice.randrange(3)) for request in requests]
 
@@ -41,7 +43,15 @@ def any_requests(lab, dice: random.Random) -> list[Request]:
 def any_setup(dice: random.Random, requests: list[Request]) -> dict[str, Any]:
     write_policy = dice.choice(WRITE_POLICIES)
     largest = max(-(-(len(request.prompt) + request.output_length + 1) // PAGE_SIZE) for request in requests)
+    hybrid = {}
+    if dice.random() < 0.5:
+        hybrid = {
+            "kv": dice.choice(HYBRIDS),
+            "window": dice.choice([2, 5, 8]),
+            "window_pages": largest + dice.choice([0, 3]),
+        }
     return {
+        **hybrid,
         "fence": dice.choice(["stream", "page"]),
         "write_fence": dice.choice([None, "stream", "page"]),
         "seed": dice.randrange(1000),
@@ -93,10 +103,12 @@ def test_any_engine(lab, tmp_path, runner):
         dice = random.Random(seed)
         requests = any_requests(lab, dice)
         setup = any_setup(dice, requests)
+        kinds = {name: setup[name] for name in ("kv", "window") if name in setup}
         reference = lab.run(
-            requests, runner=runner, backend="virtual-eager", device_pages=400, host_tier=False, record=False
+            requests, runner=runner, backend="virtual-eager", device_pages=400, host_tier=False, record=False, **kinds
         )
-        config = any_storage(dice, str(tmp_path / f"{seed}")) if dice.random() < 0.6 else None
+        stored = not kinds and dice.random() < 0.8
+        config = any_storage(dice, str(tmp_path / f"{seed}")) if stored else None
         mishaps = any_mishaps(dice)
         for schedule in SCHEDULES:
             store = None
@@ -115,6 +127,8 @@ def test_any_engine(lab, tmp_path, runner):
     assert total["retractions"] > 0
     assert total["stored"] > 0
     assert total["prefetched"] > 0
+    assert total["tombstones"] > 0
+    assert total["passed"] > 0
 
 
 def check_run(run, reference) -> None:
@@ -122,7 +136,7 @@ def check_run(run, reference) -> None:
     assert run.findings == []
     assert run.corrupted == []
     check_drained(run.engine)
-    check_contents(run.engine, reference.engine, exact=run.engine.runner.__class__.__name__ == "PatternRunner")
+    check_contents(run.engine, reference.engine, exact=isinstance(run.engine.runner, PatternRunner))
 
 
 def count(total: Counter[str], engine: Engine, store: ChaosBackend | None) -> None:
@@ -131,6 +145,8 @@ def count(total: Counter[str], engine: Engine, store: ChaosBackend | None) -> No
     total["retractions"] += scheduler.counters.retractions
     total["restored"] += engine.controller.counters.restored_pages
     total["evicting"] += engine.controller.counters.evicting_write_backs
+    total["tombstones"] += scheduler.pages.partial.tombstones
+    total["passed"] += scheduler.pages.partial.passed
     if scheduler.storage is not None:
         total["stored"] += scheduler.storage.tier.counters.stored_pages
         total["prefetched"] += scheduler.storage.counters.prefetched_pages

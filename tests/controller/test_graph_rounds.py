@@ -96,7 +96,8 @@ def test_the_transformer_cannot_be_captured(lab):
     ):
         lab.run(requests(), runner="transformer", graphs=True)
     with pytest.raises(
-        ConfigError, match=r"^--kv fp8: --runner transformer needs mha or mla; expected --runner pattern$"
+        ConfigError,
+        match=r"^--kv fp8: --runner transformer needs one of mha, mla, swa, hybrid; expected --runner pattern$",
     ):
         lab.run(requests(), runner="transformer", kv="fp8")
 

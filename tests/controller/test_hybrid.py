@@ -11,10 +11,11 @@ import torch
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.cache_controller import CacheController
 from hicache_obs.controller.fence_policy import InFlight, fence_policy
-from hicache_obs.controller.hybrid import HybridTransferEngine, Member, Translation
+from hicache_obs.controller.hybrid import HybridTransferEngine, Member
 from hicache_obs.controller.page_copies import IO_BACKENDS
 from hicache_obs.controller.pools import HOST_LAYOUTS, DevicePool, HostPool, KVLayout
 from hicache_obs.controller.radix_cache import RadixCache
+from hicache_obs.controller.translation import Translation
 from hicache_obs.errors import ConfigError, OutOfPages
 from hicache_obs.findings import Hazard
 from hicache_obs.records import Memcpy, Mode, PageIds, Space, Work, page_ids
@@ -57,7 +58,8 @@ class Hybrid:
     def alloc(self, count: int) -> PageIds:
         ids = self.pages.alloc(count)
         for member in self.members[1:]:
-            member.translation.assign(ids, self.forward)
+            member.translation.assign(ids)
+            member.translation.publish(self.forward)
         return ids
 
     def free(self, ids: PageIds) -> None:
@@ -173,8 +175,9 @@ def test_shared_bytes(hybrid, fence):
     taken = bed.slabs.alloc(1)  # the state slab of the victim goes elsewhere
     assert taken.tolist() != slabs
     ids = bed.pages.alloc(1)
-    bed.state.translation.assign(ids, bed.forward)
-    bed.window.translation.assign(ids, bed.forward)
+    for member in (bed.state, bed.window):
+        member.translation.assign(ids)
+        member.translation.publish(bed.forward)
     assert bed.state.places(ids).tolist() == slabs, "the same bytes, in another role"
     bed.controller.load(node, ids, ids.copy())
     bed.controller.start_loading(1)
@@ -211,6 +214,6 @@ def test_what_does_not_fit_together_is_refused(hybrid):
         HybridTransferEngine(bed.device, (full, window))
     with pytest.raises(ConfigError, match=r"^member wide: 3 layers; its device pool has 2, expected at least that$"):
         Member("wide", (0, 1, 2), full.device_pool, full.host_pool)
-    window.translation.assign(page_ids(range(PAGES)), bed.forward)
+    window.translation.assign(page_ids(range(PAGES)))
     with pytest.raises(OutOfPages, match="arena pool"):
-        state.translation.assign(page_ids(range(PAGES)), bed.forward)
+        state.translation.assign(page_ids(range(PAGES)))
