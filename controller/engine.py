@@ -19,7 +19,7 @@ from hicache_obs.controller.hybrid_pattern import HybridPatternRunner
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import ModelRunner
 from hicache_obs.controller.pattern import PatternRunner
-from hicache_obs.controller.pools import FORMS, KVLayout
+from hicache_obs.controller.pools import FORMS, KVLayout, RoundPool
 from hicache_obs.controller.radix_cache import RadixCache
 from hicache_obs.controller.scheduler import Scheduler
 from hicache_obs.controller.scheduler_options import SchedulerOptions
@@ -35,7 +35,7 @@ from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.streams.protocol import Device
 
 RUNNERS: Final = ("transformer", "pattern", "blank")
-MakeRunner: TypeAlias = Callable[[Device, DevicePool, ContentLedger], ModelRunner]
+MakeRunner: TypeAlias = Callable[[Device, RoundPool, ContentLedger], ModelRunner]
 TENANCIES_PER_PAGE: Final = 8
 """Ledger room: each page a workload needs may be allocated this often, by restores and retractions."""
 

@@ -21,7 +21,7 @@ from hicache_obs.controller.batch import ForwardBatch
 from hicache_obs.controller.decision_log import TIMEOUT_S
 from hicache_obs.controller.ledger import ContentLedger
 from hicache_obs.controller.model_runner import TOKEN_SLOTS
-from hicache_obs.controller.pools import DevicePool
+from hicache_obs.controller.pools import RoundPool
 from hicache_obs.controller.transformer import TransformerRound, TransformerRunner, Weights, seeded_weights
 from hicache_obs.errors import RankError
 from hicache_obs.streams.protocol import Device
@@ -150,7 +150,7 @@ class StageRound(TransformerRound):
         links: StageLinks,
         weights: Weights,
         batch: ForwardBatch,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         token_buffer: torch.Tensor,
         next_tokens: torch.Tensor,
@@ -190,7 +190,7 @@ class StageRunner(TransformerRunner):
     def __init__(
         self,
         device: Device,
-        pool: DevicePool,
+        pool: RoundPool,
         ledger: ContentLedger,
         *,
         stage: Stage,
