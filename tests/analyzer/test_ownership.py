@@ -185,6 +185,18 @@ def test_calls_that_are_too_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPat
     assert analyse(History("h-5 h-6 h-7 F:w5,6").records).misuses == [(1, 3)]
 
 
+@pytest.mark.parametrize("between", ["", " F:w7"])
+def test_a_use_after_a_forgotten_call_is_not_held_against_a_later_one(
+    between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page changes hands, read or not: what its first reader missed is said once, or not at all."""
+    text = f"h+5 h+6 F:r5{between} h+5 F:r5"
+    assert causes(text) == [UNWRITTEN]
+
+    monkeypatch.setattr(ownership, "MAX_CHANGES", 1)
+    assert analyse(History(text).records).misuses == []
+
+
 def test_the_finding() -> None:
     """A violation in every execution, with the call on one side and the access on the other."""
     (finding,) = analyse(History("h+5 F:w5 h-5 L:R1w5").records).findings[:1]
