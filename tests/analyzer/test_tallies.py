@@ -147,8 +147,9 @@ def test_counts_are_those_of_a_model(seed: int) -> None:
     rng = random.Random(seed)
     model, records = Model(), list[Record]()
     for op in range(rng.choice((1, 10, 60))):
-        if rng.random() < 0.2:
-            access = Access(Space.DEVICE, Mode.WRITE, np.array(rng.sample(range(6), 2), np.int64))
+        if rng.random() < 0.3:
+            ids = np.array(rng.sample(range(6), rng.choice((0, 2, 2, 3))), np.int64)
+            access = Access(Space.DEVICE, Mode.WRITE, ids)
             records.append(rng.choice((PageAlloc, PageFree))(OpId(op), MAIN, op, 0, access))
             model.owned.update((access.space, access.pool, page) for page in access.ids.tolist())
         elif rng.random() < 0.1:
@@ -189,6 +190,14 @@ def test_a_long_batch_tells_of_everything_once(count: int) -> None:
     assert sink.checked == dict.fromkeys((Hazard.WAW_FORWARD_RESTORE, Hazard.WAR_BACKUP_FORWARD), 3 * (count + 1))
     assert sink.met == dict.fromkeys((Hazard.WAW_FORWARD_RESTORE, Hazard.WAR_BACKUP_FORWARD), 3 * count)
     assert analyzer.totals.records == sink.records == count + 1
+
+
+def test_a_free_writes_nothing() -> None:
+    """By the last of two owners either: what is read then has no earlier write."""
+    for text, met in (("h+5 h+5 h-5 F:r5", 0), ("h+5 F:w5 h+5 h-5 F:r5 F:r5", 2), ("F:w5 h+5 h-5 F:r5 F:r5 F:r5", 3)):
+        sink = Told()
+        Analyzer(sink).feed(History(text).records)
+        assert sink.met[Hazard.RAW_RESTORE_FORWARD] == met
 
 
 def test_times_of_something_else_while_a_pair_waits_for_its_own() -> None:
