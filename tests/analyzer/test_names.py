@@ -42,7 +42,19 @@ from hicache_obs.testing import RecordingSink
 
 MAIN = ThreadId(0)
 PAGE = np.array([5], np.int64)
-ROLES = ("forward", "restore", "backup", "copy", "kernel", "host", "graph", "relocate", "storage", "device read", "rdma")
+ROLES = (
+    "forward",
+    "restore",
+    "backup",
+    "copy",
+    "kernel",
+    "host",
+    "graph",
+    "relocate",
+    "storage",
+    "device read",
+    "rdma",
+)
 READ, WRITE = Mode.READ, Mode.WRITE
 CONFLICTS = ((WRITE, WRITE), (WRITE, READ), (READ, WRITE))
 """Modes of the earlier and the later access; the first of several names the pair."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,20 +116,20 @@ def test_agrees_with_a_model(seed: int) -> None:
 @pytest.mark.parametrize("type_", [np.int64, np.int32])
 def test_ids_that_no_table_has(count: int, type_: type) -> None:
     """The least and the largest id are looked at, wherever they stand."""
+    calls: tuple[Callable[[PageTable, PageIds], object], ...] = (
+        lambda table, ids: table.place(ids),
+        lambda table, ids: table.hand_over(ids, 1, bytes(256), given=True),
+        lambda table, ids: table.note_move(ids, 1),
+    )
     for bad in (-1, MAX_IDS):
         for place in {0, count // 2, count - 1}:
             ids = np.array(random.Random(count).sample(range(2000), count), type_)
             ids[place] = bad
-            for call in ("place", "hand over", "note move"):
+            for call in calls:
                 table = PageTable(Room())
                 table.place(np.arange(2000))
                 with pytest.raises(TraceError, match="page or buffer ids"):
-                    if call == "place":
-                        table.place(ids)
-                    elif call == "hand over":
-                        table.hand_over(ids, 1, bytes(256), given=True)
-                    else:
-                        table.note_move(ids, 1)
+                    call(table, ids)
 
 
 @pytest.mark.parametrize("count", [2, 8, 9, 1024])

@@ -97,8 +97,7 @@ class Machine:
         rivals = {
             earlier.group.number
             for earlier in self.ops
-            if earlier.group.actor != group.actor
-            and earlier.group.last > self.clocks[group.actor][earlier.group.actor]
+            if earlier.group.actor != group.actor and earlier.group.last > self.clocks[group.actor][earlier.group.actor]
         }
         assert group.number == self.numbers
         assert group.safe == min(rivals, default=group.number) - 1

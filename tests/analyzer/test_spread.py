@@ -1,4 +1,4 @@
-"""The arrays that wrong contents are kept in, against sets by page and layer; and what a copy hands on of many pages."""
+"""The arrays that wrong contents are kept in, against sets by page and layer."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ class Model:
         self.ever: dict[tuple[Space, int, int], set[int]] = defaultdict(set)
 
     def owner(self, page: tuple[Space, int, int], seq: int) -> int:
-        return max((at for at, a in self.calls if (a.space, a.pool) == page[:2] and page[2] in a.ids and at < seq), default=-1)
+        return max(
+            (at for at, a in self.calls if (a.space, a.pool) == page[:2] and page[2] in a.ids and at < seq), default=-1
+        )
 
     def taint(self, page: tuple[Space, int, int], layers: set[int], source: int, seq: int) -> None:
         self.ever[page].add(source)
@@ -185,14 +187,16 @@ def test_what_is_held_now_and_was_ever(seed: int) -> None:
             assert here.ever(1 << source) == sorted(page for page, bits in model.ever.items() if source in bits)
         for where in POOLS:
             some = rng.sample(range(9), 3)
-            bits = set().union(*(model.ever[*where, page] for page in some))
+            bits = set().union(*(model.ever[(*where, page)] for page in some))
             assert here.held(where, np.array(some)) == sum(1 << source for source in bits)
         for space, number, page in list(model.now):
             stamp, held = model.now[space, number, page]
             cells = here._cells[space, number]
             (place,) = cells.places(np.array([page]))
             value = here._table.values[cells.marks[place]]
-            found = {(layer, s) for m, bits in value for layer in LAYERS for s in range(3) if m >> layer & bits >> s & 1}
+            found = {
+                (layer, s) for m, bits in value for layer in LAYERS for s in range(3) if m >> layer & bits >> s & 1
+            }
             assert found == held
             assert cells.owners[place] == stamp or not held
     assert not here.empty

@@ -3,8 +3,8 @@
 What is changed: comparisons, ``and``/``or``, ``not``, conditions, numbers and truth values inside functions, signs, set
 operations, ``min``/``max``, members of our enums, and statements that keep or pass on state (calls, assignments to
 attributes and items, ``continue``, ``break``, early ``return``), which are removed. What is not: texts, type
-annotations and unions, limits of tables, how a class is made (``frozen``, ``eq``), assertions and ``raise``; assignments
-to plain names, whose removal cannot be missed.
+annotations and unions, limits of tables, how a class is made (``frozen``, ``eq``), assertions and ``raise``;
+assignments to plain names, whose removal cannot be missed.
 """
 
 from __future__ import annotations

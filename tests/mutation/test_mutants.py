@@ -91,7 +91,8 @@ def test_keys_stay_when_other_lines_change(made: ModuleType) -> None:
     """The list of equivalent mutants must not need an edit for every commit; two equal lines are told apart."""
     before = {m.key for m in made.mutants("a.rule", RULE)}
     after = {
-        m.key for m in made.mutants("a.rule", RULE.replace("LIMIT = 1 << 13\n", "LIMIT = 1\n\n\n\n").replace("< 2", "< 5"))
+        m.key
+        for m in made.mutants("a.rule", RULE.replace("LIMIT = 1 << 13\n", "LIMIT = 1\n\n\n\n").replace("< 2", "< 5"))
     }
     twice = [
         m.key for m in made.mutants("a.rule", RULE.replace("        self.join(x)\n", "        self.join(x)\n" * 2))
