@@ -10,7 +10,17 @@ import pytest
 from hicache_obs.analyzer.stalls import find_stalls
 from hicache_obs.analyzer.witness import MAX_COLUMNS, SHOWN_SLOTS, table, witness
 from hicache_obs.readers.scenario import parse_scenario
+from hicache_obs.records import OpId
 from hicache_obs.testing import History
+from hicache_obs.trace import Trace
+
+Step = dict[str, Any]
+
+
+def scenario(steps: list[Step], **top: Any) -> Trace:
+    """Steps ``s1``, ``s2``, …"""
+    numbered = [{"id": f"s{number}", **step} for number, step in enumerate(steps, 1)]
+    return parse_scenario(json.dumps({"steps": numbered, **top}).encode(), source="test")
 
 
 def gathered(streams: list[str]) -> str:
@@ -60,12 +70,41 @@ def test_so_many_slots_are_shown(before: int) -> None:
     ],
 )
 def test_the_collective_that_a_peer_leaves_out(entered: list[tuple[str, int]], at: str) -> None:
-    steps: list[dict[str, Any]] = [
-        {"id": f"s{number}", "op": "collective", "group": "tp", "name": name, "rank": rank, "thread": f"r{rank}"}
-        for number, (name, rank) in enumerate(entered, 1)
+    steps: list[Step] = [
+        {"op": "collective", "group": "tp", "name": name, "rank": rank, "thread": f"r{rank}"} for name, rank in entered
     ]
-    trace = parse_scenario(json.dumps({"steps": steps}).encode(), source="test")
+    trace = scenario(steps)
     (stall,) = find_stalls(trace).stalls
     assert trace.label(stall.at) == at
     assert stall.ranks == tuple(sorted({rank for _, rank in entered}))
     assert stall.blocked_ns is None
+
+
+def test_the_earliest_of_those_that_would_be_enough_is_named() -> None:
+    """The stream in between follows the work that is needed: waiting for its own would do as well, later."""
+
+    def kernel(stream: str, dur_us: int, **keys: Any) -> Step:
+        return {"op": "kernel", "stream": stream, "dur_us": dur_us, **keys}
+
+    def fence(waiter: str, on: str) -> Step:
+        return {"op": "wait_stream", "waiter": waiter, "on": on}
+
+    work = [kernel("f", 100, writes=[1]), fence("g", "f"), kernel("g", 200, writes=[2]), kernel("g", 500, writes=[3])]
+    for page, needed in ((1, "s1"), (2, "s3")):
+        trace = scenario([*work, fence("b", "g"), kernel("b", 10, reads=[page])])
+        assert [trace.label(stall.needed or OpId(0)) for stall in find_stalls(trace).stalls] == [needed]
+
+
+@pytest.mark.parametrize(("reads", "stalls"), [({"reads": [30]}, 1), ({"reads_host": [30]}, 0)])
+def test_host_pages_of_the_same_numbers_consume_nothing(reads: Step, stalls: int) -> None:
+    """Copies that overlap nothing, and a round that reads what they bring, or something else."""
+    steps: list[Step] = []
+    for layer in range(3):
+        steps.append({"op": "memcpy", "kind": "h2d", "stream": "load", "host_pages": [2], "device_pages": [30]})
+        steps[-1] |= {"dur_us": 300, "layer": layer, "host_us": 2400}
+        steps.append({"op": "event_record", "event": f"e{layer}", "stream": "load"})
+    steps.append({"op": "host_access", "dur_us": 400})
+    for layer in range(3):
+        steps.append({"op": "event_wait", "event": f"e{layer}", "stream": "f"})
+        steps.append({"op": "kernel", "stream": "f", "dur_us": 350, "layer": layer, **reads})
+    assert len(find_stalls(scenario(steps, layers=3)).stalls) == stalls

@@ -25,6 +25,8 @@ from hicache_obs.testing import History, RecordingSink
 
 MAIN = ThreadId(0)
 PAIR = OpId(0), OpId(1)
+_FIELDS = ("op", "thread", "host_ns", "stream", "site", "group", "size_bytes", "layers", "accesses", "rows")
+"""Of a kernel."""
 
 
 def allocation(page: int) -> Access:
@@ -78,9 +80,6 @@ def test_an_answer_is_not_kept_beyond_what_comes() -> None:
     assert (0, 9) not in asked.blast_radius(PAIR).device_pages
 
 
-_FIELDS = ("op", "thread", "host_ns", "stream", "site", "group", "size_bytes", "layers", "accesses", "rows")
-
-
 def nothing() -> BlastRadius:
     return Analyzer(RecordingSink()).blast_radius(PAIR)
 
@@ -116,3 +115,12 @@ def _operations() -> list[taint.Operation]:
     analyzer.feed(History(" ".join(f"{stream}:w{page}" for page in range(4) for stream in "FL")).records)
     assert all(device(Mode.WRITE, page_ids([1])).space is item.group.accesses[0].space for item in seen)
     return seen
+
+
+@pytest.mark.parametrize("between", range(1, 12))
+def test_the_newest_of_many_new_owners_has_a_clean_page(between: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is with its call that the calls before are put behind; without it the next reader is in the radius."""
+    monkeypatch.setattr(taint, "MAX_RECENT", 1)
+    for page, reached in ((5, False), (9, True)):
+        text = f"F:w5 L:w5 {'h+9 ' * between}h+{page} F<L F:r5w6"
+        assert ((0, 6) in fed(*History(text).records).blast_radius(PAIR).device_pages) == reached
