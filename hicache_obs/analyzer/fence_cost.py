@@ -258,10 +258,10 @@ class FenceMeter:
             if not self._shadow.was_last(first.group, group):
                 continue
             for earlier in group.members:
-                if earlier.seq < first.seq and (earlier.end_ns or 0) > end:
+                if earlier.seq < first.seq and earlier.end_ns is not None and earlier.end_ns > end:
                     found = self._hazard(earlier, first)
                     if found is not None:
-                        end, hazard = earlier.end_ns or 0, found
+                        end, hazard = earlier.end_ns, found
         return end, hazard
 
     def _released(self, wait: _Wait) -> int:

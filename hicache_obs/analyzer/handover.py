@@ -87,7 +87,6 @@ class Channels:
             for post in posts:
                 known[post.actor] = post.doubted()
         self._channels.clear()
-        self._waiting = 0
 
 
 @dataclass(slots=True, eq=False)

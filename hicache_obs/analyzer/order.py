@@ -233,7 +233,7 @@ class Order:
             return
         partner = StreamKind.BLOCKING if kind is StreamKind.LEGACY else StreamKind.LEGACY
         for other, other_kind in self._kinds.items():
-            if other_kind is partner and other != stream:
+            if other_kind is partner:
                 self._merge(stream, self.clocks[other], GUARANTEED)
 
     def advance(self, actor: Actor) -> int:

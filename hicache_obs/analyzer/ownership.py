@@ -186,12 +186,13 @@ class Ownership:
         changes = (table.freed if cause is Cause.USED_AFTER_FREE else table.given)[pages]
         for number in np.unique(changes).tolist():
             change = self._found(number)
-            if change is None or self._order.proof(thread, change.ledger, change.epoch) not in _AFTER:
+            if change is not None and self._order.proof(thread, change.ledger, change.epoch) not in _AFTER:
                 continue
             found = pages[changes == number]
             _become(table, found, Own.SPENT if cause is Cause.USED_AFTER_FREE else Own.HELD)
-            ids = tuple(sorted(found.tolist()))
-            self._report(Misuse(change, operation, cause, access.mode, access.space, access.pool, ids))
+            if change is not None:  # else it is forgotten, and the page is not held against a later call either
+                ids = tuple(sorted(found.tolist()))
+                self._report(Misuse(change, operation, cause, access.mode, access.space, access.pool, ids))
 
     def _found(self, mark: int) -> Change | None:
         """The call that a number in a page table stands for, as far as it is kept."""

@@ -92,9 +92,6 @@ class PageTable:
     Args:
         room: For this and other tables.
 
-    Args:
-        room: For this and other tables.
-
     Attributes:
         touched, wrote: Number of the last group, 0 for none.
         given, freed: Number of the last allocator call, 0 for none.
@@ -214,12 +211,12 @@ class PageTable:
 
 
 def _summary(state: States) -> tuple[int, int, int]:
-    """Of pages: how many have a known owner, the least state of the worst owner, and how many were ever written."""
+    """Of pages: how many have a known owner, some state of the worst owner, and how many were ever written."""
     count = len(state)
     if count > _LONG:
         first, top = state.item(state.argmin()), state.item(state.argmax())
         if first != top:
-            return int(np.count_nonzero(state >= OWN)), top & ~(OWN - 1), int(np.count_nonzero(state & WROTE))
+            return int(np.count_nonzero(state >= OWN)), top, int(np.count_nonzero(state & WROTE))
     else:  # numpy's functions take longer for so few
         cells = state.tobytes()
         first = cells[0]
@@ -228,7 +225,7 @@ def _summary(state: States) -> tuple[int, int, int]:
             if worst == FRESH_FROM and not cells.translate(None, _NOT_FRESH):
                 worst = OWN * Own.HELD
             return len(cells.translate(None, _UNOWNED)), worst, len(cells.translate(None, _UNWRITTEN))
-    return count if first >= OWN else 0, first & ~(OWN - 1), count if first & WROTE else 0
+    return count if first >= OWN else 0, first, count if first & WROTE else 0
 
 
 def _consecutive(ids: PageIds) -> bool:

@@ -295,11 +295,11 @@ class _Network:
         """Start and end of every item with other predecessors for some; those behind a cycle never run."""
         count = len(self.before)
         start, end = [0] * count, [NEVER] * count
-        missing = [0] * count
+        missing: list[int] = []
         after: list[list[int]] = [[] for _ in range(count)]
         for item, known in enumerate(self.before):
             befores = [*edits.get(item, known), *self.meets.get(item, ())]
-            missing[item] = len(befores)
+            missing.append(len(befores))
             for before in befores:
                 after[before].append(item)
         ready = deque(item for item in range(count) if not missing[item])

@@ -12,6 +12,18 @@ from hicache_obs.analyzer import Analyzer, explain, ownership
 from hicache_obs.cli import main
 from hicache_obs.findings import Cause, Hazard, Proof, Verdict, fingerprint
 from hicache_obs.readers.scenario import parse_scenario
+from hicache_obs.records import (
+    Kernel,
+    Mode,
+    OpId,
+    PageFree,
+    StreamId,
+    ThreadId,
+    ThreadPost,
+    ThreadRecv,
+    device,
+    page_ids,
+)
 from hicache_obs.testing import History, RecordingSink, misuses
 from hicache_obs.trace import Trace
 
@@ -103,6 +115,25 @@ def test_layers_of_one_transfer_are_judged_again_after_a_free() -> None:
     """They are one group in the history; the free between them counts all the same."""
     assert causes("h+5 L:w5@0 L:w5@1 L:w5@2") == []
     assert causes("h+5 L:w5@0 L:w5@1 h-5 L:w5@2") == [USED]
+    assert causes("h+5 L:w5@0 h-5 h+5 L:w5@1 F<L F:r5") == []  # the next layer writes for the new owner
+    assert causes("h+5 L:w5@0 h-5 h+5 F<L F:r5") == [UNWRITTEN]
+    assert causes("h+5 F:r5w5@0 h-5 h+5 F:r5w5@1") == []  # what it reads it writes itself
+    assert causes("h+5 F:r5@0 h-5 h+5 F:r5@1") == [UNWRITTEN, UNWRITTEN]
+
+
+def test_a_layer_is_judged_by_what_its_own_thread_was_told() -> None:
+    """The layer before, of another thread or earlier, may have been as good as its thread knew."""
+    accesses = (device(Mode.WRITE, page_ids([5])),)
+    threads = ThreadId(0), ThreadId(1)
+
+    def layer(op: int, thread: ThreadId) -> Kernel:
+        return Kernel(OpId(op), thread, 0, StreamId(1), 0, 1, 0, (op, op + 1), accesses)
+
+    free = PageFree(OpId(0), threads[1], 0, 0, accesses[0])
+    post, receive = ThreadPost(OpId(2), threads[1], 0, 1), ThreadRecv(OpId(3), threads[0], 0, 1)
+    for records in ([free, layer(1, threads[0]), post, receive, layer(4, threads[0])], [free, layer(1, threads[0])]):
+        assert analyse(records).misuses == sorted(misuses(records))
+    assert analyse([free, layer(1, threads[0]), post, receive, layer(4, threads[0])]).misuses == [(0, 4)]
 
 
 def test_pages_are_looked_up_once_per_transfer() -> None:
@@ -151,6 +182,7 @@ def test_whoever_moves_pages_keeps_books_of_their_own() -> None:
 
     assert told(call("free"), move, kernel(reads=[5])) == []
     assert told(call("alloc"), move, kernel(reads=[5])) == []
+    assert told(call("alloc", 7), move) == []  # who moves a page that nobody has written need not know
     assert told(call("free", 7), move) == [("s1", "s2")]
     reported = call("free"), kernel(writes=[5])
     assert told(*reported, move, call("alloc"), kernel(reads=[5])) == [("s1", "s2")]
@@ -183,6 +215,18 @@ def test_calls_that_are_too_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPat
 
     assert causes("h-5 h-6 F:w5,6") == [USED, USED]
     assert analyse(History("h-5 h-6 h-7 F:w5,6").records).misuses == [(1, 3)]
+
+
+@pytest.mark.parametrize("between", ["", " F:w7"])
+def test_a_use_after_a_forgotten_call_is_not_held_against_a_later_one(
+    between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page changes hands, read or not: what its first reader missed is said once, or not at all."""
+    text = f"h+5 h+6 F:r5{between} h+5 F:r5"
+    assert causes(text) == [UNWRITTEN]
+
+    monkeypatch.setattr(ownership, "MAX_CHANGES", 1)
+    assert analyse(History(text).records).misuses == []
 
 
 def test_the_finding() -> None:

@@ -3,7 +3,8 @@
 What is changed: comparisons, ``and``/``or``, ``not``, conditions, numbers and truth values inside functions, signs, set
 operations, ``min``/``max``, members of our enums, and statements that keep or pass on state (calls, assignments to
 attributes and items, ``continue``, ``break``, early ``return``), which are removed. What is not: texts, type
-annotations, limits of tables, assertions and ``raise``; assignments to plain names, whose removal cannot be missed.
+annotations and unions, limits of tables, how a class is made (``frozen``, ``eq``), assertions and ``raise``;
+assignments to plain names, whose removal cannot be missed.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ def _places(node: ast.AST, path: Path, function: str, line: int) -> Iterator[tup
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
+        if name == "keywords" and isinstance(node, ast.ClassDef):
+            continue
         for position, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if not isinstance(child, ast.AST) or isinstance(child, SKIPPED) or _docstring(child):
                 continue
@@ -157,6 +160,8 @@ def _changes(node: Any, function: str) -> list[tuple[str, Any]]:
         found.append((f"to {other_bool.__name__}", lambda: setattr(node, "op", other_bool())))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         found.append(("not removed", lambda: node.operand))
+    elif isinstance(node, ast.BinOp) and function == "<module>" and _limit_or_union(node):
+        pass
     elif isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in OPERATORS:
         changed = OPERATORS[type(node.op)]
         found.append((f"to {changed.__name__}", lambda: setattr(node, "op", changed())))
@@ -191,6 +196,14 @@ def _changes(node: Any, function: str) -> list[tuple[str, Any]]:
                     )
                 )
     return found
+
+
+def _limit_or_union(node: ast.BinOp) -> bool:
+    """``1 << 14``, or a union of types."""
+    return isinstance(node.op, ast.LShift | ast.BitOr) and all(
+        isinstance(part, ast.Name | ast.Constant) or (isinstance(part, ast.BinOp) and _limit_or_union(part))
+        for part in (node.left, node.right)
+    )
 
 
 def _mutated_itself(test: ast.AST | None) -> bool:

@@ -61,9 +61,17 @@ def module_of(mutant: Mutant) -> str:
     return mutant.module.rpartition(".")[2]
 
 
+def _used_at_once(tree: ast.Module) -> set[str]:
+    """Names that a module uses while it is loaded: a function among them has done some of its work by then."""
+    plain = (node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return {part.id for node in plain for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
 def home(mutant: Mutant) -> tuple[Function, str] | None:
     """The outermost function whose body holds the mutant, with its name; ``None`` if it must be loaded anew."""
-    node: ast.AST = ast.parse(mutant.source)
+    tree = ast.parse(mutant.source)
+    node: ast.AST = tree
+    at_once = _used_at_once(tree)
     fields = [*mutant.path[1:], ("", None)]
     for (field, position), (inner, _) in zip(mutant.path, fields, strict=True):
         found = getattr(node, field)
@@ -71,6 +79,8 @@ def home(mutant: Mutant) -> tuple[Function, str] | None:
         if isinstance(node, ast.FunctionDef) and inner == "body":
             if any(isinstance(part, ast.Name) and part.id == "super" for part in ast.walk(node)):
                 return None  # without its super() it would close over less, and no longer fit
+            if node.name in at_once:
+                return None
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             return (module_of(mutant), first), node.name
     return None

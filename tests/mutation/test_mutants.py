@@ -30,8 +30,8 @@ def made() -> ModuleType:
 
 
 RULE = '''"""A rule."""
-LIMIT = 8192
-TABLE = {Mode.READ: 1}
+LIMIT = 1 << 13
+TABLE = {Mode.READ: 1}; Either = Kernel | Memcpy
 
 def rule(a: int | None, b=0):
     """Not this 1."""
@@ -44,11 +44,14 @@ def rule(a: int | None, b=0):
         self.seen[x] = True
     local = min(a)
     return local < 2
+
+class Kept(Struct, frozen=True):
+    """No rule."""
 '''
 
 
 def test_every_kind_of_change(made: ModuleType) -> None:
-    """One of each that the text allows, and none of an annotation, a text, a message or a limit."""
+    """One of each that the text allows, and none of an annotation, a text, a message, a limit or a class."""
     found = [(m.line, m.function, m.change) for m in made.mutants("a.rule", RULE)]
 
     assert found == [
@@ -88,7 +91,8 @@ def test_keys_stay_when_other_lines_change(made: ModuleType) -> None:
     """The list of equivalent mutants must not need an edit for every commit; two equal lines are told apart."""
     before = {m.key for m in made.mutants("a.rule", RULE)}
     after = {
-        m.key for m in made.mutants("a.rule", RULE.replace("LIMIT = 8192\n", "LIMIT = 1\n\n\n\n").replace("< 2", "< 5"))
+        m.key
+        for m in made.mutants("a.rule", RULE.replace("LIMIT = 1 << 13\n", "LIMIT = 1\n\n\n\n").replace("< 2", "< 5"))
     }
     twice = [
         m.key for m in made.mutants("a.rule", RULE.replace("        self.join(x)\n", "        self.join(x)\n" * 2))
