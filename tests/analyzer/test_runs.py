@@ -1,0 +1,184 @@
+"""Records that come in batches are judged as the same records one at a time, layers of a run included."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from hicache_obs._struct import replace
+from hicache_obs.analyzer import Analyzer
+from hicache_obs.analyzer.runs import Runs, find_runs
+from hicache_obs.records import (
+    NO_OP,
+    AnyRecord,
+    Define,
+    DefineSpace,
+    DropReason,
+    EventId,
+    EventQuery,
+    EventRecord,
+    EventWait,
+    Kernel,
+    Lost,
+    Memcpy,
+    Purpose,
+    StreamId,
+    StreamKind,
+    ThreadId,
+)
+from hicache_obs.testing import RecordingSink
+from hicache_obs.testing.programs import random_program
+from hicache_obs.testing.rounds import Rounds, Shape
+
+SEEDS = max(160, int(os.environ.get("HICACHE_OBS_FUZZ", "0")))
+PARTS = 8
+LAYERS = 12
+
+Edit = Callable[[list[AnyRecord], random.Random], None]
+
+
+def layered(seed: int) -> list[AnyRecord]:
+    """Rounds with a record per layer, damaged in some places."""
+    rng = random.Random(seed)
+    rounds = Rounds(layers=LAYERS, pages=1024, restored_pages=16, timed=rng.random() < 0.5)
+    records = rounds.prologue()
+    for _ in range(rng.randrange(2, 8)):
+        kind = rng.choice(["decode", "restore", "restore", "write back"])
+        records += {"decode": rounds.decode, "restore": rounds.restore, "write back": rounds.write_back}[kind]()
+    for edit in rng.choices(EDITS, k=rng.choice([0, 1, 1, 2, 4])):
+        edit(records, rng)
+    return records
+
+
+def _drop(records: list[AnyRecord], rng: random.Random) -> None:
+    """A fence, an event, a copy: races, and runs that break off."""
+    del records[rng.randrange(len(records))]
+
+
+def _drop_fences(records: list[AnyRecord], rng: random.Random) -> None:
+    records[:] = [r for r in records if getattr(r, "purpose", None) is not rng.choice(list(Purpose)[:3])]
+
+
+def _drop_waits(records: list[AnyRecord], rng: random.Random) -> None:
+    records[:] = [r for r in records if type(r) is not EventWait or rng.random() < 0.7]
+
+
+def _swap(records: list[AnyRecord], rng: random.Random) -> None:
+    """Out of a run, or another order of layers in it."""
+    for _ in range(8):
+        place = rng.randrange(len(records) - 2)
+        records[place], records[place + 2] = records[place + 2], records[place]
+
+
+def _layers(records: list[AnyRecord], rng: random.Random) -> None:
+    """A wider operation, so that layers overlap, or that what it waited for is not enough."""
+    for place in rng.sample(range(len(records)), len(records) // 20):
+        record = records[place]
+        if isinstance(record, Kernel | Memcpy):
+            records[place] = replace(record, layers=(rng.randrange(LAYERS), rng.randrange(LAYERS + 1)))
+
+
+def _field(records: list[AnyRecord], rng: random.Random) -> None:
+    """Another thread, group, site, stream, event or purpose in the middle of a run."""
+    name = rng.choice(["thread", "group", "site", "stream", "event", "purpose", "accesses"])
+    for place in rng.sample(range(len(records)), len(records) // 40):
+        record = records[place]
+        if isinstance(record, Kernel | Memcpy | EventRecord | EventWait) and hasattr(record, name):
+            values = {"purpose": Purpose.PLAIN, "accesses": (), "event": EventId(rng.randrange(3 * LAYERS))}
+            value = tuple(record.accesses) if name == "accesses" else values.get(name, rng.randrange(4))
+            if name == "accesses" and rng.random() < 0.5:
+                value = record.accesses[:1]
+            records[place] = replace(record, **{name: value})
+
+
+def _elsewhere(records: list[AnyRecord], rng: random.Random) -> None:
+    """The first event record behind some copies is on another stream: nothing has been recorded on theirs yet."""
+    for place in range(len(records) - 1):
+        first, record = records[place : place + 2]
+        if isinstance(first, Memcpy) and isinstance(record, EventRecord) and first.layers[0] == 0:
+            records[place + 1] = replace(record, stream=StreamId(rng.choice([0, 3])))
+
+
+def _insert(records: list[AnyRecord], rng: random.Random) -> None:
+    """Polls, losses, and what makes order between streams or from other processes."""
+    for _ in range(rng.randrange(1, 4)):
+        event = rng.choice([r.event for r in records if isinstance(r, EventRecord)])
+        stream = StreamId(rng.randrange(4))
+        kind = rng.choice(list(StreamKind))
+        record = rng.choice(
+            [
+                EventQuery(NO_OP, ThreadId(rng.randrange(2)), 0, event, True),
+                EventQuery(NO_OP, ThreadId(0), 0, event, True),
+                Lost(NO_OP, ThreadId(0), 0, 1, rng.choice(list(DropReason))),
+                Define(NO_OP, ThreadId(0), 0, DefineSpace.STREAM, stream, "s", kind),
+                Define(NO_OP, ThreadId(0), 0, DefineSpace.SHARED_EVENT, event, "e"),
+                Define(NO_OP, ThreadId(0), 0, DefineSpace.SHARED_POOL, 0, "p"),
+                Define(NO_OP, ThreadId(0), 0, DefineSpace.EARLY_SITE, 0, "k"),
+            ]
+        )
+        records.insert(rng.randrange(len(records)), record)
+
+
+EDITS: Sequence[Edit] = (_drop, _drop_fences, _drop_waits, _swap, _layers, _field, _elsewhere, _insert)
+
+
+def told(records: Sequence[AnyRecord], most: int, rng: random.Random | None = None) -> list[Any]:
+    """Everything the analyzer says of a trace that is fed in batches of ``most`` records, or at random up to that."""
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    place = 0
+    states: list[Any] = []
+    while place < len(records):
+        size = rng.randrange(1, most) if rng else most
+        analyzer.feed(iter(records[place : place + size]))
+        place += size
+    states += [analyzer.pending_transfers(), analyzer.retained_groups, analyzer.forgotten]
+    analyzer.finish()
+    races = dict.fromkeys(finding.fingerprint for finding in sink.findings)
+    return [sink, analyzer.totals, *states, *(analyzer.blast_radius(race) for race in [*races, *sink.pairs[:8]])]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_batches_and_single_records(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time no run is found; in batches they are, or not, or break off anywhere."""
+    taken: list[int] = []
+    take = Runs.take
+
+    def counted(self: Runs, records: Sequence[AnyRecord], seq: int, changes: int) -> int:
+        taken.append(take(self, records, seq, changes))
+        return taken[-1]
+
+    monkeypatch.setattr(Runs, "take", counted)
+    found = 0
+    for seed in range(part, SEEDS, PARTS):
+        records = layered(seed)
+        rng = random.Random(seed)
+        single = told(records, 1)
+        assert told(records, len(records)) == single, f"seed {seed}, one batch"
+        assert told(records, 200, rng) == single, f"seed {seed}, random batches"
+        found += len(single[0].findings)
+    assert sum(count > 0 for count in taken) > SEEDS / PARTS
+    assert sum(count == 0 for count in taken) > SEEDS / PARTS / 8
+    assert found > SEEDS / PARTS
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_batches_of_any_records(part: int) -> None:
+    """Every record kind, with few runs."""
+    for seed in range(part, SEEDS, PARTS):
+        records = random_program(seed)
+        rng = random.Random(seed)
+        assert told(records, 30, rng) == told(records, 1), f"seed {seed}"
+
+
+def test_where_runs_are() -> None:
+    """A load-back and the round behind it are one each; decode rounds have none."""
+    rounds = Rounds(layers=LAYERS, pages=1024, restored_pages=16)
+    records = rounds.prologue() + rounds.decode() + rounds.restore(Shape.WHOLE) + rounds.decode()
+    assert not list(find_runs(records))
+    restore = rounds.restore()
+    assert [end - begin for begin, end in find_runs(restore)] == [2 * LAYERS, 2 * LAYERS]
