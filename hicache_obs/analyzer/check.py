@@ -270,24 +270,16 @@ class Analyzer:
     # -- operations ------------------------------------------------------------------------------------------
 
     def _on_work(self, record: Kernel | Memcpy) -> None:
-        order, shadow = self._order, self._shadow
+        order = self._order
         stream = actor = order.issue(record.stream, record.thread)
         if self._early.active and isinstance(record, Kernel):
             actor = self._early.place(record, stream, self._seq)
-        group = shadow.newest.get(actor)
-        if group is None or not group.continues(record):
-            label = Label(role(record), record.site, record.stream, record.group, record.thread, type(record))
-            operation = self._enter(record, actor, label)
-        elif (
-            group.owned_at == self._ownership.changes
-            and not self._foreign.memory
-            and (found := shadow.extend(group, order.clocks[actor][0], record, self._seq)) is not None
-        ):
-            operation = found
-            self._taint.step(operation)
-            order.advance(actor)
+        group = self._shadow.newest.get(actor)
+        if group is not None and group.continues(record):
+            label = group.label
         else:
-            operation = self._enter(record, actor, group.label)
+            label = Label(role(record), record.site, record.stream, record.group, record.thread, type(record))
+        operation = self._enter(record, actor, label)
         if actor != stream:
             order.follow(stream, actor)
         self._live[record.op] = operation

@@ -21,9 +21,9 @@ after another joins one number each.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice, repeat
-from operator import attrgetter, ge, is_
+from operator import ge
 from typing import Final
 
 from hicache_obs._struct import Struct
@@ -73,9 +73,6 @@ class Snapshot(Struct, eq=False, gc=False):
     def doubted(self) -> Snapshot:
         """The same, as an edge that nobody can be sure of."""
         return Snapshot(self.levels, self.actor, self.epoch, DOUBTFUL_SEQ)
-
-
-_PARTS: Final = attrgetter("levels", "actor", "epoch", "seq")
 
 
 def _join(into: Clock, other: Clock) -> bool:
@@ -313,15 +310,20 @@ class Order:
             return self._stray if low <= event <= high else None
         return snapshot
 
-    def awaited(self, actor: Actor, events: Iterable[EventId]) -> tuple[list[Snapshot], Actor, Sequence[int]] | None:
-        """Records of ``events``, the actor that made them, and its count at each; ``None`` if a wait for one of them
-        would let ``actor`` follow anything else than that actor for sure."""
-        records = [self._events.get(event) for event in events]
-        snapshots = [record for record in records if record is not None]
-        levels, sources, epochs, seqs = zip(*map(_PARTS, snapshots), strict=True) if snapshots else ((), (), (), ())
-        base, source = self._followed[actor], sources[0] if sources else actor
-        known = all(map(is_, levels, repeat(base))) and sources.count(source) == len(records)
-        return (snapshots, source, epochs) if known and min(seqs) >= self._lost_at else None
+    def awaited(self, actor: Actor, events: Iterable[EventId]) -> list[Snapshot] | None:
+        """Records of ``events``, if waits for them let ``actor`` follow more of one other actor for sure, and no more
+        than that; else ``None``."""
+        base, source = self._followed[actor], None
+        snapshots = []
+        for snapshot in map(self._events.get, events):
+            if snapshot is None or snapshot.levels is not base or snapshot.seq < self._lost_at:
+                return None
+            if source is None:
+                source = snapshot.actor
+            if snapshot.actor != source:
+                return None
+            snapshots.append(snapshot)
+        return snapshots
 
     def reach(self, actor: Actor, source: Actor, epoch: int) -> None:
         """``actor`` follows operation ``epoch`` of ``source`` for sure."""

@@ -22,10 +22,8 @@ from hicache_obs.analyzer.shadow import Group, Operation, Shadow
 from hicache_obs.analyzer.taint import Taint
 from hicache_obs.records import KINDS, EventRecord, EventWait, Kernel, Memcpy, OpId, Purpose, Record
 
-SHORTEST: Final = 4
+SHORTEST: Final = 6
 """Pairs of records in a run: fewer are not worth the columns."""
-LEAST: Final = 16
-"""Records to be searched for runs."""
 _LETTERS: Final = {Kernel: "K", Memcpy: "K", EventRecord: "R", EventWait: "W"}
 _CODES: Final = {kind: ord(_LETTERS.get(kind, ".")) for kind in KINDS}
 _RUNS: Final = re.compile(rb"(?:KR){%d,}|(?:WK){%d,}" % (SHORTEST, SHORTEST))
@@ -39,12 +37,13 @@ _LAYERS: Final = attrgetter("layers")
 _ISSUED: Final = attrgetter("host_ns")
 _ROWS: Final = attrgetter("rows")
 _EVENT: Final = attrgetter("event")
+_EPOCH: Final = attrgetter("epoch")
 _SIZE: Final = attrgetter("size_bytes")
 
 
 def find_runs(records: Sequence[Record]) -> Iterator[tuple[int, int]]:
     """Begin and end of what may be a run."""
-    if len(records) >= LEAST:
+    if len(records) > 2 * SHORTEST:
         for match in _RUNS.finditer(bytes(map(_CODES.__getitem__, map(type, records)))):
             yield match.span()
 
@@ -117,12 +116,11 @@ class Runs:
     ) -> bool:
         """Layer waits and work in turn."""
         order, actor, count = self._order, group.actor, len(works)
-        awaited = order.awaited(actor, map(_EVENT, marks))
-        if awaited is None:
+        snapshots = order.awaited(actor, map(_EVENT, marks))
+        if not snapshots:
             return False
-        snapshots, source, reached = awaited
-        epoch = order.clock(actor)[actor]
-        known = list(accumulate(reached, max, initial=order.clock(actor)[source]))[1:]
+        epoch, source = order.clock(actor)[actor], snapshots[0].actor
+        known = list(accumulate(map(_EPOCH, snapshots), max, initial=order.clock(actor)[source]))[1:]
         if not self._extend(group, works, seqs, range(epoch + 1, epoch + 1 + count), source, known):
             return False
         self._causes.note_waits(actor, works[0].stream, snapshots, seqs.start - 1, epoch)
@@ -149,7 +147,7 @@ class Runs:
         operations = list(
             map(Operation, ops, epochs, seqs, layers, issued_ns, repeat(group.label), repeat(group), rows)
         )
-        self._shadow.extend_all(group, operations, epochs)
+        self._shadow.extend(group, operations, epochs)
         self._taint.steps(operations)
         self._live.update(zip(ops, operations, strict=True))
         self._meter.on_operations(group.actor, operations, map(_SIZE, works))

@@ -294,34 +294,12 @@ class Shadow:
         group.epochs.append(epoch)
         return operation, conflicts, owned
 
-    def extend(self, group: Group, clock: Clock, record: Kernel | Memcpy, seq: int) -> Operation | None:
-        """``enter`` for another operation of an actor's newest group, most often its next layer.
-
-        Returns ``None``, and does nothing, if it may conflict with something, or other actors have had operations.
-        """
-        layers = record.layers
-        if self._surveyor != group.actor or group.top > layers[0]:
-            return None
-        for rival in self._rivals:
-            first = bisect_right(rival.epochs, clock[rival.actor])
-            if first < len(rival.members) and rival.members[first].layers[0] < layers[1]:
-                return None
-        group.last = epoch = clock[group.actor] + 1
-        group.top = layers[1]
-        operation = Operation(record.op, epoch, seq, layers, record.host_ns, group.label, group)
-        if isinstance(record, Kernel):
-            operation.rows = record.rows
-        group.members.append(operation)
-        group.epochs.append(epoch)
-        return operation
-
     def admits(
         self, group: Group, clock: Clock, layers: Sequence[tuple[int, int]], source: Actor, known: Sequence[int]
     ) -> bool:
-        """Whether ``extend`` would take an operation of each of these layer ranges in turn.
+        """Whether operations of these layers would go on with an actor's newest group and conflict with nothing.
 
         Args:
-            group: An actor's newest.
             clock: The actor's, but for ``source``.
             source, known: By operation, the epoch of ``source`` that it follows.
         """
@@ -340,8 +318,8 @@ class Shadow:
                     return False
         return True
 
-    def extend_all(self, group: Group, operations: Sequence[Operation], epochs: range) -> None:
-        """``extend`` for all of them, which it admits."""
+    def extend(self, group: Group, operations: Sequence[Operation], epochs: range) -> None:
+        """Add operations that were admitted."""
         group.last, group.top = epochs[-1], operations[-1].layers[1]
         group.members.extend(operations)
         group.epochs.extend(epochs)
