@@ -11,7 +11,9 @@ import pytest
 
 from hicache_obs._struct import replace
 from hicache_obs.analyzer import Analyzer
+from hicache_obs.analyzer.order import Snapshot
 from hicache_obs.analyzer.runs import Runs, find_runs
+from hicache_obs.analyzer.shadow import Group
 from hicache_obs.records import (
     NO_OP,
     AnyRecord,
@@ -21,14 +23,17 @@ from hicache_obs.records import (
     EventId,
     EventQuery,
     EventRecord,
+    EventSync,
     EventWait,
     Kernel,
     Lost,
     Memcpy,
+    OpId,
     Purpose,
     StreamId,
     StreamKind,
     ThreadId,
+    WaitStream,
 )
 from hicache_obs.testing import RecordingSink
 from hicache_obs.testing.programs import random_program
@@ -49,9 +54,9 @@ def layered(seed: int) -> list[AnyRecord]:
     for _ in range(rng.randrange(2, 8)):
         kind = rng.choice(["decode", "restore", "restore", "write back"])
         records += {"decode": rounds.decode, "restore": rounds.restore, "write back": rounds.write_back}[kind]()
-    for edit in rng.choices(EDITS, k=rng.choice([0, 1, 1, 2, 4])):
+    for edit in rng.choices(EDITS, k=rng.choice([0, 1, 2, 3, 5])):
         edit(records, rng)
-    return records
+    return records[: rng.randrange(len(records) // 2, len(records)) + 1]
 
 
 def _drop(records: list[AnyRecord], rng: random.Random) -> None:
@@ -104,23 +109,33 @@ def _elsewhere(records: list[AnyRecord], rng: random.Random) -> None:
 
 
 def _insert(records: list[AnyRecord], rng: random.Random) -> None:
-    """Polls, losses, and what makes order between streams or from other processes."""
+    """In or before a run: polls, losses, waits, work of others, order that nobody asked for, other processes."""
     for _ in range(rng.randrange(1, 4)):
         event = rng.choice([r.event for r in records if isinstance(r, EventRecord)])
-        stream = StreamId(rng.randrange(4))
-        kind = rng.choice(list(StreamKind))
-        record = rng.choice(
+        work = rng.choice([r for r in records if isinstance(r, Kernel | Memcpy)])
+        stream, other = map(StreamId, rng.sample(range(4), 2))
+        thread = ThreadId(rng.randrange(2))
+        kinds = [StreamKind.LEGACY, StreamKind.BLOCKING]
+        inserted: list[AnyRecord] = rng.choice(
             [
-                EventQuery(NO_OP, ThreadId(rng.randrange(2)), 0, event, True),
-                EventQuery(NO_OP, ThreadId(0), 0, event, True),
-                Lost(NO_OP, ThreadId(0), 0, 1, rng.choice(list(DropReason))),
-                Define(NO_OP, ThreadId(0), 0, DefineSpace.STREAM, stream, "s", kind),
-                Define(NO_OP, ThreadId(0), 0, DefineSpace.SHARED_EVENT, event, "e"),
-                Define(NO_OP, ThreadId(0), 0, DefineSpace.SHARED_POOL, 0, "p"),
-                Define(NO_OP, ThreadId(0), 0, DefineSpace.EARLY_SITE, 0, "k"),
+                [EventQuery(NO_OP, thread, 0, event, True)],
+                [EventSync(NO_OP, thread, 0, event)],
+                [EventWait(OpId(9000), thread, 0, event, stream, rng.choice(list(Purpose)))],
+                [WaitStream(OpId(9001), thread, 0, stream, other)],
+                [replace(work, stream=stream, thread=thread)],
+                [Lost(NO_OP, thread, 0, 1, rng.choice(list(DropReason)))],
+                [
+                    Define(NO_OP, thread, 0, DefineSpace.STREAM, s, "s", k)
+                    for s, k in zip((stream, other), kinds, strict=True)
+                ],
+                [Define(NO_OP, thread, 0, DefineSpace.SHARED_EVENT, event, "e")],
+                [Define(NO_OP, thread, 0, DefineSpace.SHARED_POOL, 0, "p")],
+                [Define(NO_OP, thread, 0, DefineSpace.EARLY_SITE, 0, "k")],
             ]
         )
-        records.insert(rng.randrange(len(records)), record)
+        begin, end = rng.choice([*find_runs(records), (0, len(records))])
+        place = rng.randrange(begin, begin + (end - begin) // 2 + 1)
+        records[place:place] = inserted
 
 
 EDITS: Sequence[Edit] = (_drop, _drop_fences, _drop_waits, _swap, _layers, _field, _elsewhere, _insert)
@@ -131,15 +146,47 @@ def told(records: Sequence[AnyRecord], most: int, rng: random.Random | None = No
     sink = RecordingSink()
     analyzer = Analyzer(sink)
     place = 0
-    states: list[Any] = []
     while place < len(records):
         size = rng.randrange(1, most) if rng else most
         analyzer.feed(iter(records[place : place + size]))
         place += size
-    states += [analyzer.pending_transfers(), analyzer.retained_groups, analyzer.forgotten]
+    state = [analyzer.pending_transfers(), analyzer.retained_groups, analyzer.forgotten, kept(analyzer)]
     analyzer.finish()
     races = dict.fromkeys(finding.fingerprint for finding in sink.findings)
-    return [sink, analyzer.totals, *states, *(analyzer.blast_radius(race) for race in [*races, *sink.pairs[:8]])]
+    return [sink, analyzer.totals, state, *(analyzer.blast_radius(race) for race in [*races, *sink.pairs[:8]])]
+
+
+def kept(analyzer: Analyzer) -> list[Any]:
+    """What the analyzer goes on with: what is wrong there would be told later, perhaps."""
+    order, shadow, meter = analyzer._order, analyzer._shadow, analyzer._meter
+    events = [(event, _point(record), _point(record.former)) for event, record in order._events.items()]
+    groups = [_group(group) for history in shadow._history.values() for group in history]
+    transfers = [(t.kind, t.number, t.last.op, t.size_bytes, t.untimed, t.layers) for t in meter._transfers.values()]
+    queued = {stream: [wait.op for wait in waits] for stream, waits in meter._queued.items()}
+    waits = [(*wait[:2], _point(wait[2]), _point(wait[3]), *wait[4:]) for wait in analyzer._causes._waits]
+    steps = [operation.op for operation in analyzer._taint._steps]
+    last = dict(meter.last)
+    return [
+        order.clocks,
+        events,
+        groups,
+        transfers,
+        queued,
+        list(meter._waits),
+        last,
+        waits,
+        steps,
+        list(analyzer._live),
+    ]
+
+
+def _point(record: Snapshot | None) -> tuple[object, ...]:
+    return () if record is None else (record.actor, record.epoch, record.seq, record.issued_ns, record.mark)
+
+
+def _group(group: Group) -> tuple[object, ...]:
+    members = [(m.op, m.epoch, m.seq, m.layers, m.issued_ns, m.rows is None) for m in group.members]
+    return group.number, group.actor, group.label.number, group.last, group.top, list(group.epochs), members
 
 
 @pytest.mark.parametrize("part", range(PARTS))
