@@ -224,7 +224,7 @@ class Analyzer:
             done = 0
             for begin, end in find_runs(part):
                 self._take(part[done : begin + 2])
-                done = begin + 2 + self._take_run(part[begin + 2 : end])
+                done = begin + 2 + self._take_run(part[begin:end])
             self._take(part[done:] if done else part)
             if pruned := len(part) == room:
                 self._prune()
@@ -242,7 +242,7 @@ class Analyzer:
             self._seq += 1
 
     def _take_run(self, records: Sequence[Record]) -> int:
-        """Analyse the run that ``records`` begin with, if it can be; returns how many of them were analysed."""
+        """Go on with the run whose first two records were the last; returns how many more were analysed at once."""
         foreign = self._foreign
         if self._early.active or foreign.memory or foreign.events:
             return 0

@@ -13,7 +13,7 @@ from typing import Final
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.measured import Measured
 from hicache_obs.analyzer.order import Actor, Snapshot
-from hicache_obs.analyzer.shadow import Group, Label, Operation, Shadow
+from hicache_obs.analyzer.shadow import Group, Operation, Shadow
 from hicache_obs.costs import AnalysisSink, FenceCost, PendingTransfers, TransferCost, TransferKind
 from hicache_obs.findings import Hazard
 from hicache_obs.records import (
@@ -161,13 +161,8 @@ class FenceMeter:
             low, high = record.layers
             transfer.layers += (high if high < transfer.whole else transfer.whole) - low
 
-    def expects(self, stream: Actor, label: Label) -> bool:
-        """Whether an operation on ``stream`` with this label begins nothing new, and nothing waits in front of it."""
-        kind = _KINDS.get(label.what)
-        return stream not in self._queued and (kind is None or (kind, label.number) in self._transfers)
-
     def on_operations(self, stream: Actor, operations: Sequence[Operation], sizes_bytes: Iterable[int]) -> None:
-        """``on_operation`` for all of them, which are expected and conflict with nothing."""
+        """``on_operation`` for more of what was last on ``stream``; they conflict with nothing."""
         self.last[stream] = operations[-1].op
         label = operations[0].label
         kind = _KINDS.get(label.what)

@@ -233,13 +233,6 @@ class Order:
             if other_kind is partner and other != stream:
                 self._merge(stream, self.clocks[other], GUARANTEED)
 
-    def settled(self, stream: StreamId, thread: ThreadId) -> Actor | None:
-        """The stream's actor if a call by ``thread`` would let it follow nothing new, else ``None``."""
-        on, by = self._streams.get(stream), self._threads.get(thread)
-        if on is None or by is None or self._kinds or self._joined[on].get(by) != self._versions[by]:
-            return None
-        return on
-
     def step(self, actor: Actor, count: int) -> None:
         """``advance``, ``count`` times."""
         epoch = self.clocks[actor][0][actor] + count

@@ -72,31 +72,25 @@ class Runs:
         self._live = live
 
     def take(self, records: Sequence[Any], seq: int, changes: int) -> int:
-        """Analyse the run that ``records`` begin with; returns how many of them are analysed now.
+        """Analyse the run that ``records`` begin with, behind its first pair; returns how many records that were.
 
         Args:
-            records: From ``find_runs``, without the first pair, which has opened the group.
-            seq: Position of the first one in the trace.
+            records: From ``find_runs``. The first two have just been analysed: they have opened the group, and what
+                their thread knows and what waited in front of them is behind them.
+            seq: Position of the third one in the trace.
             changes: Allocator calls so far.
         """
         waits = type(records[0]) is EventWait
         works, marks = records[waits::2], records[1 - waits :: 2]
         work = works[0]
-        actor = self._order.settled(work.stream, work.thread)
-        group = None if actor is None else self._shadow.newest.get(actor)
-        if (
-            actor is None
-            or group is None
-            or group.owned_at != changes
-            or not group.continues(work)
-            or not self._meter.expects(actor, group.label)
-        ):
-            return 0
         common = (work.stream, work.thread, Purpose.LAYER) if waits else (work.stream, work.thread)
         count = min(_alike(_WHAT, works, _WHAT(work)), _alike(_WAIT if waits else _RECORD, marks, common))
-        seqs = range(seq + waits, seq + 2 * count, 2)
+        group = self._shadow.newest[self._order.stream(work.stream)]
+        if count < SHORTEST or group.owned_at != changes:
+            return 0
+        seqs = range(seq + waits, seq + 2 * count - 2, 2)
         take = self._take_waits if waits else self._take_records
-        return 2 * count if count >= SHORTEST and take(group, works[:count], marks[:count], seqs) else 0
+        return 2 * count - 2 if take(group, works[1:count], marks[1:count], seqs) else 0
 
     def _take_records(
         self, group: Group, works: Sequence[Kernel | Memcpy], marks: Sequence[EventRecord], seqs: range
