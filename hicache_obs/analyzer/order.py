@@ -306,14 +306,10 @@ class Order:
     def awaited(self, actor: Actor, events: Iterable[EventId]) -> list[Snapshot] | None:
         """Records of ``events``, if waits for them let ``actor`` follow more of one other actor for sure, and no more
         than that; else ``None``."""
-        base, source = self._followed[actor], None
+        base = self._followed[actor]
         snapshots = []
         for snapshot in map(self._events.get, events):
             if snapshot is None or snapshot.levels is not base or snapshot.seq < self._lost_at:
-                return None
-            if source is None:
-                source = snapshot.actor
-            if snapshot.actor != source:
                 return None
             snapshots.append(snapshot)
         return snapshots

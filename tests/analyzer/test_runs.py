@@ -100,6 +100,26 @@ def _field(records: list[AnyRecord], rng: random.Random) -> None:
             records[place] = replace(record, **{name: value})
 
 
+def _purposes(records: list[AnyRecord], rng: random.Random) -> None:
+    """Waits for layers that are not called so: what stands behind them may be a transfer, which they then count for."""
+    purpose = rng.choice(list(Purpose))
+    records[:] = [replace(r, purpose=purpose) if isinstance(r, EventWait) else r for r in records]
+
+
+def _intrude(records: list[AnyRecord], rng: random.Random) -> None:
+    """Another thread works on the last layers or behind them, and the copies wait for that halfway, or do not."""
+    low = rng.choice([LAYERS - 2, LAYERS])
+    layer, stream, waits = rng.randrange(LAYERS), StreamId(rng.choice([0, 1, 3])), rng.random() < 0.6
+    for place in reversed(range(len(records))):
+        record = records[place]
+        if isinstance(record, Memcpy) and record.layers == (layer, layer + 1):
+            work = replace(
+                record, op=OpId(9100 + place), thread=ThreadId(1), stream=stream, layers=(LAYERS - 2, LAYERS)
+            )
+            wait = WaitStream(OpId(9000 - place), ThreadId(0), 0, record.stream, stream)
+            records[place:place] = [work, wait] if waits else [work]
+
+
 def _elsewhere(records: list[AnyRecord], rng: random.Random) -> None:
     """The first event record behind some copies is on another stream: nothing has been recorded on theirs yet."""
     for place in range(len(records) - 1):
@@ -138,7 +158,18 @@ def _insert(records: list[AnyRecord], rng: random.Random) -> None:
         records[place:place] = inserted
 
 
-EDITS: Sequence[Edit] = (_drop, _drop_fences, _drop_waits, _swap, _layers, _field, _elsewhere, _insert)
+EDITS: Sequence[Edit] = (
+    _drop,
+    _drop_fences,
+    _drop_waits,
+    _swap,
+    _layers,
+    _field,
+    _purposes,
+    _elsewhere,
+    _intrude,
+    _insert,
+)
 
 
 def told(records: Sequence[AnyRecord], most: int, rng: random.Random | None = None) -> list[Any]:
