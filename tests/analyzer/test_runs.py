@@ -56,7 +56,8 @@ def layered(seed: int) -> list[AnyRecord]:
         records += {"decode": rounds.decode, "restore": rounds.restore, "write back": rounds.write_back}[kind]()
     for edit in rng.choices(EDITS, k=rng.choice([0, 1, 2, 3, 5])):
         edit(records, rng)
-    return records[: rng.randrange(len(records) // 2, len(records)) + 1]
+    ends = [end for _, end in find_runs(records)]  # where what a run leaves shows best
+    return records[: rng.choice([len(records), rng.randrange(len(records) // 2, len(records)), *ends[-2:]])]
 
 
 def _drop(records: list[AnyRecord], rng: random.Random) -> None:
@@ -113,9 +114,7 @@ def _intrude(records: list[AnyRecord], rng: random.Random) -> None:
     for place in reversed(range(len(records))):
         record = records[place]
         if isinstance(record, Memcpy) and record.layers == (layer, layer + 1):
-            work = replace(
-                record, op=OpId(9100 + place), thread=ThreadId(1), stream=stream, layers=(LAYERS - 2, LAYERS)
-            )
+            work = replace(record, op=OpId(9100 + place), thread=ThreadId(1), stream=stream, layers=(low, low + 2))
             wait = WaitStream(OpId(9000 - place), ThreadId(0), 0, record.stream, stream)
             records[place:place] = [work, wait] if waits else [work]
 
