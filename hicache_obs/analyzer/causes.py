@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import count, repeat
+from operator import attrgetter
 from typing import Final
 
-from hicache_obs._struct import Struct
 from hicache_obs.analyzer.foreign import Foreign
 from hicache_obs.analyzer.hazards import TRANSFERS, Hazards, principal
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
@@ -14,19 +16,12 @@ from hicache_obs.findings import Cause, Proof
 from hicache_obs.records import Space, StreamId
 
 RECENT_WAITS: Final = 256
+_FORMER: Final = attrgetter("former")
 
 
-class _Wait(Struct, frozen=True, eq=False, gc=False):
-    """A wait seen recently."""
-
-    waiter: Actor
-    stream: StreamId
-    snapshot: Snapshot | None
-    former: Snapshot | None
-    """What the event's record had replaced."""
-    seq: int
-    epoch: int
-    """The waiter's epoch at the wait: a later epoch means the waiter has run something since."""
+_Wait = tuple[Actor, StreamId, Snapshot | None, Snapshot | None, int, int]
+"""A wait seen recently: who waits, on which stream, for what, what the event's record had replaced, its position in
+the trace, and the waiter's epoch then: a later one means the waiter has run something since."""
 
 
 class Causes:
@@ -46,7 +41,12 @@ class Causes:
             stream: The waiting stream; for a thread the stream that it synchronised with.
         """
         former = None if snapshot is None else snapshot.former
-        self._waits.append(_Wait(waiter, stream, snapshot, former, seq, self._order.clocks[waiter][0][waiter]))
+        self._waits.append((waiter, stream, snapshot, former, seq, self._order.clocks[waiter][0][waiter]))
+
+    def note_waits(self, waiter: Actor, stream: StreamId, snapshots: Sequence[Snapshot], seq: int, epoch: int) -> None:
+        """``note_wait`` for each of ``snapshots``, the first at ``seq`` and ``epoch``, an operation behind each."""
+        formers, seqs, epochs = map(_FORMER, snapshots), count(seq, 2), count(epoch)
+        self._waits.extend(zip(repeat(waiter), repeat(stream), snapshots, formers, seqs, epochs, strict=False))
 
     def of(self, conflict: Conflict, later: Operation, actor: Actor, proof: Proof) -> tuple[Cause, StreamId | None]:
         """The cause, and for ``WRONG_STREAM`` the stream that waits, or was waited for, instead."""
@@ -83,25 +83,20 @@ class Causes:
         before = earlier.group.actor
         thread = self._order.thread(later.label.thread) if later.label.stream is None else None
         cause = Cause.MISSING_FENCE
-        for wait in reversed(self._waits):
-            if wait.seq < earlier.seq:
+        for waiter, stream, snapshot, former, seq, epoch in reversed(self._waits):
+            if seq < earlier.seq:
                 break
-            if wait.snapshot is None:
-                if wait.waiter == actor:
+            if snapshot is None:
+                if waiter == actor:
                     cause = Cause.EVENT_UNRECORDED
                 continue
-            covers = wait.snapshot.covers(before, earlier.epoch)
-            former = wait.former
-            if not covers and wait.waiter == actor and former is not None and former.covers(before, earlier.epoch):
+            covers = snapshot.covers(before, earlier.epoch)
+            if not covers and waiter == actor and former is not None and former.covers(before, earlier.epoch):
                 return Cause.EVENT_REUSE, None
-            idle = not covers and wait.waiter == thread and wait.snapshot.actor != before
-            elsewhere = covers and wait.waiter != actor and self._nothing_since(wait)
-            if idle or elsewhere:
-                return Cause.WRONG_STREAM, wait.stream
-            if wait.waiter == actor and not covers and wait.snapshot.actor == before:
+            idle = not covers and waiter == thread and snapshot.actor != before
+            unused = epoch == self._order.clock(waiter)[waiter]  # a fence that protects no work
+            if idle or (covers and waiter != actor and unused):
+                return Cause.WRONG_STREAM, stream
+            if waiter == actor and not covers and snapshot.actor == before:
                 cause = Cause.EARLY_EVENT
         return cause, None
-
-    def _nothing_since(self, wait: _Wait) -> bool:
-        """Whether the waiting stream has run nothing since: a fence that protects no work."""
-        return wait.epoch == self._order.clock(wait.waiter)[wait.waiter]

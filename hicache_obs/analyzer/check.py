@@ -7,7 +7,7 @@ times are known, whether the measured order was kept. Both answers meet in ``fin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
@@ -23,6 +23,7 @@ from hicache_obs.analyzer.hazards import CHECKED, IO_ROLE, Hazards, role
 from hicache_obs.analyzer.measured import Measured
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.ownership import Ownership
+from hicache_obs.analyzer.runs import Runs, find_runs
 from hicache_obs.analyzer.shadow import Conflict, Label, Operation, Shadow, Touching
 from hicache_obs.analyzer.taint import Taint
 from hicache_obs.analyzer.verdicts import Pair, Verdicts
@@ -140,6 +141,7 @@ class Analyzer:
         self._live = self._verdicts.live
         self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
         self._meter = FenceMeter(sink, self._shadow, self._measured, self._hazards.between)
+        self._runs = Runs(self._order, self._shadow, self._causes, self._taint, self._meter, self._live)
         self._graphs: dict[int, Snapshot] = {}
         """By graph, its newest replay; ``_graphs_forgotten``: older graphs were dropped."""
         self._graphs_forgotten = False
@@ -213,17 +215,40 @@ class Analyzer:
 
     def feed(self, records: Iterable[Record]) -> int:
         """Analyse ``records``; returns how many there were."""
-        handlers = self._handlers
-        first = seq = self._seq
-        for record in records:
-            handlers[type(record)](record)
-            self._seq = seq = seq + 1
-            if not seq % PRUNE_EVERY:
+        first = self._seq
+        source = iter(records)
+        pruned = True
+        while pruned:
+            room = PRUNE_EVERY - self._seq % PRUNE_EVERY
+            part = list(islice(source, room))
+            done = 0
+            for begin, end in find_runs(part):
+                self._take(part[done : begin + 2])
+                done = begin + 2 + self._take_run(part[begin:end])
+            self._take(part[done:] if done else part)
+            if pruned := len(part) == room:
                 self._prune()
         self._flush_checked()
-        self.totals.records += seq - first
-        self._sink.on_records(seq - first)
-        return seq - first
+        count = self._seq - first
+        self.totals.records += count
+        self._sink.on_records(count)
+        return count
+
+    def _take(self, records: Iterable[Record]) -> None:
+        """Analyse records one by one."""
+        handlers = self._handlers
+        for record in records:
+            handlers[type(record)](record)
+            self._seq += 1
+
+    def _take_run(self, records: Sequence[Record]) -> int:
+        """Go on with the run whose first two records were the last; returns how many more were analysed at once."""
+        foreign = self._foreign
+        if self._early.active or foreign.memory or foreign.events:
+            return 0
+        count = self._runs.take(records, self._seq, self._ownership.changes)
+        self._seq += count
+        return count
 
     def _prune(self) -> None:
         floor = self._order.floor()
@@ -245,31 +270,16 @@ class Analyzer:
     # -- operations ------------------------------------------------------------------------------------------
 
     def _on_work(self, record: Kernel | Memcpy) -> None:
-        order, shadow = self._order, self._shadow
+        order = self._order
         stream = actor = order.issue(record.stream, record.thread)
         if self._early.active and isinstance(record, Kernel):
             actor = self._early.place(record, stream, self._seq)
-        group = shadow.newest.get(actor)
-        if (
-            group is None
-            or group.accesses is not record.accesses
-            or (label := group.label).number != record.group
-            or label.site != record.site
-            or label.thread != record.thread
-            or label.kind is not type(record)
-        ):
-            label = Label(role(record), record.site, record.stream, record.group, record.thread, type(record))
-            operation = self._enter(record, actor, label)
-        elif (
-            group.owned_at == self._ownership.changes
-            and not self._foreign.memory
-            and (found := shadow.extend(group, order.clocks[actor][0], record, self._seq)) is not None
-        ):
-            operation = found
-            self._taint.step(operation)
-            order.advance(actor)
+        group = self._shadow.newest.get(actor)
+        if group is not None and group.continues(record):
+            label = group.label
         else:
-            operation = self._enter(record, actor, label)
+            label = Label(role(record), record.site, record.stream, record.group, record.thread, type(record))
+        operation = self._enter(record, actor, label)
         if actor != stream:
             order.follow(stream, actor)
         self._live[record.op] = operation
@@ -533,9 +543,11 @@ class Analyzer:
 
     def _on_times(self, record: Times) -> None:
         operations = self._verdicts.note_times(record)
-        self._taint.timed()
+        if operations:
+            self._taint.timed()
         self._meter.on_times(record, operations)  # it looks at their times
-        self._verdicts.judge_timed(operations)
+        if operations:
+            self._verdicts.judge_timed(operations)
 
     def _on_lost(self, record: Lost) -> None:
         self._close_replay()

@@ -6,7 +6,7 @@ operation that touched each page; a transfer is judged by its first copy, since 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -39,7 +39,7 @@ MAX_TRANSFERS: Final = 512
 """Transfers whose device times may still come: each keeps its page arrays."""
 
 
-class _Wait(Struct, eq=False):
+class _Wait(Struct, eq=False, gc=False):
     """A wait on a stream; ``snapshot`` is what it waits for."""
 
     op: OpId
@@ -160,6 +160,23 @@ class FenceMeter:
         if transfer.whole:
             low, high = record.layers
             transfer.layers += (high if high < transfer.whole else transfer.whole) - low
+
+    def on_operations(self, stream: Actor, operations: Sequence[Operation], sizes_bytes: Iterable[int]) -> None:
+        """``on_operation`` for more of what was last on ``stream``; they conflict with nothing."""
+        self.last[stream] = operations[-1].op
+        label = operations[0].label
+        kind = _KINDS.get(label.what)
+        if kind is not None:
+            transfer = self._transfers[kind, label.number]
+            transfer.last = operations[-1]
+            transfer.size_bytes += sum(sizes_bytes)
+            transfer.untimed += len(operations)
+            if whole := transfer.whole:
+                transfer.layers += sum(min(high, whole) - low for low, high in [o.layers for o in operations])
+
+    def on_layer_waits(self, ops: Iterable[OpId]) -> None:
+        """``on_wait`` for layer waits with an operation behind each."""
+        self._waits.update(dict.fromkeys(ops, _LAYER_WAIT))
 
     def _begin(
         self, kind: TransferKind, operation: Operation, record: Kernel | Memcpy, waits: list[_Wait]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, repeat
 from operator import ge
 from typing import Final
 
@@ -41,7 +41,7 @@ Clock = list[int]
 Actor = int
 
 
-class Snapshot(Struct, eq=False):
+class Snapshot(Struct, eq=False, gc=False):
     """What is complete once an event's record is complete.
 
     Attributes:
@@ -172,7 +172,9 @@ class Order:
         kind = self._kinds.get(self.stream(stream))
         if kind is not None:
             self._kinds[actor] = kind
-        self._issue(actor, self.thread(thread))
+        self._merge(actor, self.clocks[self.thread(thread)], GUARANTEED)
+        if self._kinds:
+            self._follow_legacy(actor)
         return actor
 
     def suspect(self, actor: Actor, others: Iterable[Actor] | None = None) -> None:
@@ -214,18 +216,13 @@ class Order:
             on, by = self._streams[stream], self._threads[thread]
         except KeyError:
             on, by = self.stream(stream), self.thread(thread)
-        if self._joined[on].get(by) != self._versions[by] or self._kinds:
-            self._issue(on, by)
-        return on
-
-    def _issue(self, on: Actor, by: Actor) -> None:
-        version = self._versions[by]
-        joined = self._joined[on]
+        joined, version = self._joined[on], self._versions[by]
         if joined.get(by) != version:
-            self._merge(on, self.clocks[by], GUARANTEED)
             joined[by] = version
+            self._merge(on, self.clocks[by], GUARANTEED)
         if self._kinds:
             self._follow_legacy(on)
+        return on
 
     def _follow_legacy(self, stream: Actor) -> None:
         kind = self._kinds.get(stream)
@@ -235,6 +232,13 @@ class Order:
         for other, other_kind in self._kinds.items():
             if other_kind is partner:
                 self._merge(stream, self.clocks[other], GUARANTEED)
+
+    def step(self, actor: Actor, count: int) -> None:
+        """``advance``, ``count`` times."""
+        epoch = self.clocks[actor][0][actor] + count
+        for clock in self.clocks[actor]:
+            clock[actor] = epoch
+        self._versions[actor] += count
 
     def advance(self, actor: Actor) -> int:
         """The actor's next operation happens now; returns its epoch. Check it *before* advancing."""
@@ -262,6 +266,25 @@ class Order:
             former.former = None
             snapshot.former = former
 
+    def record_all(
+        self,
+        events: Iterable[EventId],
+        stream: Actor,
+        epochs: Iterable[int],
+        seqs: Iterable[int],
+        issued_ns: Iterable[int],
+        marks: Iterable[OpId],
+    ) -> None:
+        """``record`` each of ``events``, at these epochs; the stream's count does not move."""
+        levels = self._bases[stream] or self._base(stream)
+        snapshots = map(Snapshot, repeat(levels), repeat(stream), epochs, seqs, issued_ns, marks)
+        for event, snapshot in zip(events, snapshots, strict=True):
+            former = self._events.pop(event, None)
+            self._events[event] = snapshot
+            if former is not None:
+                former.former = None
+                snapshot.former = former
+
     def snapshot(self, stream: Actor, seq: int, issued_ns: int = 0, mark: OpId | None = None) -> Snapshot:
         """An anonymous record on ``stream`` (what ``wait_stream`` makes)."""
         levels = self.clocks[stream]
@@ -279,6 +302,27 @@ class Order:
             low, high = self._old_events
             return self._stray if low <= event <= high else None
         return snapshot
+
+    def awaited(self, actor: Actor, events: Iterable[EventId]) -> list[Snapshot] | None:
+        """Records of ``events``, if waits for them let ``actor`` follow more of one other actor for sure, and no more
+        than that; else ``None``."""
+        base = self._followed[actor]
+        snapshots = []
+        for snapshot in map(self._events.get, events):
+            if snapshot is None or snapshot.levels is not base or snapshot.seq < self._lost_at:
+                return None
+            snapshots.append(snapshot)
+        return snapshots
+
+    def reach(self, actor: Actor, source: Actor, epoch: int) -> None:
+        """``actor`` follows operation ``epoch`` of ``source`` for sure."""
+        changed = False
+        for clock in self.clocks[actor]:
+            if clock[source] < epoch:
+                clock[source] = epoch
+                changed = True
+        if changed:
+            self._changed(actor)
 
     def note(self, actor: Actor, seq: int) -> Snapshot:
         """What ``actor``'s next operation happens after, as it is now; no marker, no work of its own."""
@@ -307,28 +351,24 @@ class Order:
         A snapshot of a named event taken before the newest loss may have been replaced by a lost re-record, so
         it counts on the doubtful level only. Pass ``polled`` for knowledge gained by a query.
         """
-        if self._depth == 1 and not polled and snapshot.seq >= self._lost_at:
-            own, base, source = self.clocks[actor][0], snapshot.levels, snapshot.actor
-            changed = False
+        base, source = snapshot.levels, snapshot.actor
+        if not polled and snapshot.seq >= self._lost_at:
             if self._followed[actor] is not base:
                 self._followed[actor] = base
-                changed = _join(own, base[0])
-            if own[source] < snapshot.epoch:
-                own[source] = snapshot.epoch
-                changed = True
-            if changed:
-                self._changed(actor)
+                self._merge(actor, base, GUARANTEED)
+            if self.clocks[actor][0][source] < snapshot.epoch:
+                self.reach(actor, source, snapshot.epoch)
             return
-        level = POLLED if polled else GUARANTEED
+        level = POLLED
         if snapshot.seq < self._lost_at:
             if self._knows(actor, snapshot):
                 return
             level = DOUBTFUL
         self._deepen(level + 1)
-        self._merge(actor, snapshot.levels, level)
+        self._merge(actor, base, level)
         for clock in self.clocks[actor][level:]:
-            if clock[snapshot.actor] < snapshot.epoch:
-                clock[snapshot.actor] = snapshot.epoch
+            if clock[source] < snapshot.epoch:
+                clock[source] = snapshot.epoch
                 self._changed(actor)
 
     def _knows(self, actor: Actor, snapshot: Snapshot) -> bool:
@@ -387,9 +427,12 @@ class Order:
     def _merge(self, actor: Actor, levels: list[Clock], at_least: int) -> None:
         """Join ``levels[k]`` into the actor's level k, for every k from ``at_least`` up."""
         own = self.clocks[actor]
-        changed = False
-        for level in range(at_least, self._depth):
-            changed |= _join(own[level], levels[min(level, len(levels) - 1)])
+        if self._depth == 1:
+            changed = _join(own[0], levels[0])
+        else:
+            changed = False
+            for level in range(at_least, self._depth):
+                changed |= _join(own[level], levels[min(level, len(levels) - 1)])
         if changed:
             self._changed(actor)
 

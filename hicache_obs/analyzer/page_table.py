@@ -42,6 +42,7 @@ class Own(enum.IntEnum):
     FREED = 4
 
 
+BOTH: Final = (1 << 32) + 1
 WROTE: Final = 1
 SHARED: Final = 2
 OWN: Final = 4
@@ -95,6 +96,7 @@ class PageTable:
     Attributes:
         touched, wrote: Number of the last group, 0 for none.
         given, freed: Number of the last allocator call, 0 for none.
+        marks: ``touched`` and ``wrote`` as one number, ``BOTH`` times theirs if they are the same.
         state: See above.
         moved: Position in the trace plus one of the last move; empty without any.
         scratch: All false between calls.
@@ -113,6 +115,7 @@ class PageTable:
 
     def _view(self) -> None:
         self.touched, self.wrote, self.given, self.freed = self._rows.T
+        self.marks: npt.NDArray[np.int64] = self._rows.view(np.int64)[:, 0]
         self.state: States = np.frombuffer(self._cells, np.uint8)
 
     def place(self, ids: PageIds) -> PageIds | slice:
@@ -221,9 +224,9 @@ def _summary(state: States) -> tuple[int, int, int]:
         cells = state.tobytes()
         first = cells[0]
         if cells != _UNIFORM[first][:count]:
-            worst = FREED_FROM if cells.translate(None, _NOT_FREE) else FRESH_FROM
-            if worst == FRESH_FROM and not cells.translate(None, _NOT_FRESH):
-                worst = OWN * Own.HELD
+            worst = OWN * Own.HELD
+            if wrong := cells.translate(None, _NOT_FRESH):
+                worst = FREED_FROM if wrong.translate(None, _NOT_FREE) else FRESH_FROM
             return len(cells.translate(None, _UNOWNED)), worst, len(cells.translate(None, _UNWRITTEN))
     return count if first >= OWN else 0, first, count if first & WROTE else 0
 

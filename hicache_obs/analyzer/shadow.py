@@ -19,14 +19,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Final
 
 import numpy as np
 
 from hicache_obs._struct import Struct
 from hicache_obs.analyzer.order import Actor, Clock
-from hicache_obs.analyzer.page_table import PageTable, Room
+from hicache_obs.analyzer.page_table import BOTH, PageTable, Room
 from hicache_obs.records import (
     Access,
     GraphNode,
@@ -147,6 +148,17 @@ class Group(Struct, eq=False):
     suspect: bool = False
     end_ns: int = 0
     before_ns: int = 0
+
+    def continues(self, record: Kernel | Memcpy) -> bool:
+        """Whether ``record``, of the group's actor, is the same thing done to the same pages."""
+        label = self.label
+        return (
+            self.accesses is record.accesses
+            and label.number == record.group
+            and label.site == record.site
+            and label.thread == record.thread
+            and label.kind is type(record)
+        )
 
     def overlapping(self, layers: tuple[int, int], after: int) -> list[Operation]:
         """Members past epoch ``after`` whose layers overlap ``layers``."""
@@ -282,26 +294,34 @@ class Shadow:
         group.epochs.append(epoch)
         return operation, conflicts, owned
 
-    def extend(self, group: Group, clock: Clock, record: Kernel | Memcpy, seq: int) -> Operation | None:
-        """``enter`` for another operation of an actor's newest group, most often its next layer.
+    def admits(
+        self, group: Group, clock: Clock, layers: Sequence[tuple[int, int]], source: Actor, known: Sequence[int]
+    ) -> bool:
+        """Whether operations of these layers would go on with an actor's newest group and conflict with nothing.
 
-        Returns ``None``, and does nothing, if it may conflict with something, or other actors have had operations.
+        Args:
+            group: Of the actor whose operation was the last of all.
+            clock: The actor's, but for ``source``.
+            source, known: By operation, the epoch of ``source`` that it follows.
         """
-        layers = record.layers
-        if self._surveyor != group.actor or group.top > layers[0]:
-            return None
+        top = group.top
+        for low, high in layers:
+            if top > low:
+                return False
+            top = high
         for rival in self._rivals:
-            first = bisect_right(rival.epochs, clock[rival.actor])
-            if first < len(rival.members) and rival.members[first].layers[0] < layers[1]:
-                return None
-        group.last = epoch = clock[group.actor] + 1
-        group.top = layers[1]
-        operation = Operation(record.op, epoch, seq, layers, record.host_ns, group.label, group)
-        if isinstance(record, Kernel):
-            operation.rows = record.rows
-        group.members.append(operation)
-        group.epochs.append(epoch)
-        return operation
+            members = rival.members
+            after = known if rival.actor == source else repeat(clock[rival.actor])
+            for first, (_, high) in zip(map(bisect_right, repeat(rival.epochs), after), layers, strict=False):
+                if first < len(members) and members[first].layers[0] < high:
+                    return False
+        return True
+
+    def extend(self, group: Group, operations: Sequence[Operation], epochs: range) -> None:
+        """Add operations that were admitted."""
+        group.last, group.top = epochs[-1], operations[-1].layers[1]
+        group.members.extend(operations)
+        group.epochs.extend(epochs)
 
     @property
     def retained(self) -> int:
@@ -448,43 +468,41 @@ class Shadow:
         number, safe, owned = group.number - self.base, group.safe - self.base, 0
         ordered = safe == number - 1
         clear, unwritten = True, False
-        reads: list[tuple[PageTable, PageIds | slice, int]] = []
-        writes: list[tuple[PageTable, PageIds | slice]] = []
+        reads: list[tuple[PageTable, PageIds | slice, int, int]] = []
+        writes: list[tuple[PageTable, PageIds | slice, int, int]] = []
         for access in group.accesses:
             count = len(access.ids)
-            if not count:
-                continue
-            self._kept_ids += count
-            table = self.table(access)
-            place = table.place(access.ids)
-            at = 4 * access.space + 2 * access.mode
-            sums[at] += count
-            if access.mode is _READ:
-                reads.append((table, place, at + 1))
-                continue
-            last = table.touched[place]
-            sums[at + 1] += count if last.item(last.argmin()) else int(np.count_nonzero(last))
-            if clear and not ordered:
-                clear = last.item(last.argmax()) <= safe
-            writes.append((table, place))
-        for table, place in writes:
+            if count:
+                self._kept_ids += count
+                table = self.table(access)
+                at = 4 * access.space + 2 * access.mode
+                sums[at] += count
+                found = reads if access.mode is _READ else writes
+                found.append((table, table.place(access.ids), count, at + 1))
+        for table, place, count, at in writes:
             known, free, new = table.note_write(place)
             owned += known
             group.suspect |= free
             unwritten |= new
-        for table, place, at in reads:
+            if new or not ordered or len(writes) > 1:  # else all of them were written before, by another operation
+                last = table.touched[place]
+                sums[at] += count if last.item(last.argmin()) else int(np.count_nonzero(last))
+                clear = clear and (ordered or last.item(last.argmax()) <= safe)
+            else:
+                sums[at] += count
+        for table, place, count, at in reads:
             if unwritten or not ordered:  # before this operation's own writes are marked
                 last = table.wrote[place]
-                sums[at] += len(last) if last.item(last.argmin()) else int(np.count_nonzero(last))
+                sums[at] += count if last.item(last.argmin()) else int(np.count_nonzero(last))
                 clear = clear and (ordered or last.item(last.argmax()) <= safe)
             known, wrong, written = table.look(place)
             owned += known
             group.suspect |= wrong
             if ordered and not unwritten:
                 sums[at] += written
-        for table, place in writes:
-            table.touched[place] = table.wrote[place] = number
-        for table, place, _ in reads:
+        for table, place, _, _ in writes:
+            table.marks[place] = number * BOTH
+        for table, place, _, _ in reads:
             table.touched[place] = number
         group.seen = group.number - 1 if clear else group.safe
         return owned

@@ -102,6 +102,15 @@ class Taint:
         if len(self._steps) > MAX_RECENT:
             self._forget()
 
+    def steps(self, operations: Sequence[Operation]) -> None:
+        """``step`` for each of them; they have no races."""
+        if len(self._steps) + len(operations) <= MAX_RECENT:
+            self._steps.extend(operations)
+            self._played = None
+        else:
+            for operation in operations:
+                self.step(operation)
+
     def allocate(self, seq: int, access: Access) -> None:
         """Pages got a new owner."""
         self._allocations.append((seq, access))

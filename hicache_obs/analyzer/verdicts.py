@@ -97,8 +97,6 @@ class Verdicts:
 
     def judge_timed(self, operations: tuple[Operation, ...]) -> None:
         """Times are known: judge the pairs of an operation, those that are proven ordered too."""
-        if not operations:
-            return
         if self._pending:
             self.settle(operations[0].op)
         for operation in operations:
