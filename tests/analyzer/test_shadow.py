@@ -61,7 +61,9 @@ class Machine:
         record = kernel(op, layers, accesses)
         label = Label("kernel", 0, StreamId(0), op, MAIN, Kernel)
         found: list[Conflict] = []
-        operation = self.shadow.extend(newest, clock, record, seq) if extend and joins and newest is not None else None
+        operation = None
+        if extend and joins and newest is not None and self.ops and self.ops[-1].group is newest:
+            operation = extended(self.shadow, newest, clock, record, seq)
         if operation is None:
             sums = defaultdict[str, list[int]](lambda: [0] * 12)
             operation, found, owned = self.shadow.enter(actor, clock, record, OpId(op), seq, label, sums)
@@ -119,6 +121,17 @@ class Machine:
             return False
         apart = earlier.layers[0] >= layers[1] or layers[0] >= earlier.layers[1]
         return not apart and bool(common(accesses, earlier.group.accesses))
+
+
+def extended(machine: Shadow, group: Group, clock: list[int], record: Kernel, seq: int) -> Operation | None:
+    """Add an operation to the newest group of whoever was last, as runs do; ``None`` where they must not."""
+    if not machine.admits(group, clock, [record.layers], group.actor, [clock[group.actor]]):
+        return None
+    epoch = clock[group.actor] + 1
+    operation = Operation(record.op, epoch, seq, record.layers, record.host_ns, group.label, group)
+    operation.rows = record.rows
+    machine.extend(group, [operation], range(epoch, epoch + 1))
+    return operation
 
 
 def same(a: tuple[Access, ...], b: tuple[Access, ...]) -> bool:
@@ -219,13 +232,13 @@ def test_a_short_way_is_taken_only_where_nothing_can_conflict() -> None:
         record = kernel(1, (start, start + 1), both)
         machine.enter(0, clocks[0], record, OpId(1), 1, LABEL, defaultdict(lambda: [0] * 12))
         clocks[0][0] = 1
-        assert (machine.extend(machine.newest[0], clocks[0], kernel(2, layers, both), 2) is not None) == taken
-    assert machine.extend(machine.newest[0], clocks[0], kernel(2, (0, 1), both), 2) is None  # not above the last
+        assert (extended(machine, machine.newest[0], clocks[0], kernel(2, layers, both), 2) is not None) == taken
+    assert extended(machine, machine.newest[0], clocks[0], kernel(2, (0, 1), both), 2) is None  # not above the last
     rival = Shadow()
     rival.enter(1, [0, 0], kernel(0, (4, 5), both), OpId(0), 0, LABEL, defaultdict(lambda: [0] * 12))
     rival.enter(0, [0, 0], kernel(1, (0, 1), both), OpId(1), 1, LABEL, defaultdict(lambda: [0] * 12))
     for layers, taken in (((1, 4), True), ((4, 5), False)):  # up to where the rival begins
-        assert (rival.extend(rival.newest[0], [1, 0], kernel(2, layers, both), 2) is not None) == taken
+        assert (extended(rival, rival.newest[0], [1, 0], kernel(2, layers, both), 2) is not None) == taken
 
 
 def filled(groups: int, pages: int = 1, actor: int = 0, into: Shadow | None = None) -> Shadow:
