@@ -19,7 +19,7 @@ from hicache_obs.analyzer import Analyzer
 from hicache_obs.errors import ConfigError, TraceError
 from hicache_obs.readers.journal import JournalInfo, JournalWriter, newest_run, read_definitions, read_segment
 from hicache_obs.readers.journal_format import records_of
-from hicache_obs.readers.ring import RingInfo
+from hicache_obs.readers.ring_header import RingInfo
 from hicache_obs.recorder.ring_directory import RingName
 from hicache_obs.records import NO_OP, AnyRecord, Define, DefineSpace, DropReason, Lost, ThreadId
 

@@ -21,7 +21,8 @@ from hicache_obs.exporters.catalogue import Phase, RingProblem
 from hicache_obs.exporters.findings_board import BoardSink, FindingsBoard
 from hicache_obs.exporters.metrics_sink import MetricsSink
 from hicache_obs.exporters.prometheus import Metrics
-from hicache_obs.readers.ring import RingInfo, RingReader
+from hicache_obs.readers.ring import RingReader
+from hicache_obs.readers.ring_header import RingInfo
 from hicache_obs.records import Define, Ranks
 
 LOG: Final = logging.getLogger("hicache_obs.agent")

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from hicache_obs.readers.ring import RingInfo, read_process
+from hicache_obs.readers.ring_header import RingInfo, read_process
 from hicache_obs.recorder.process import pid_namespace, process_start
 
 SILENT_S: Final = 60.0

@@ -10,7 +10,7 @@ import click
 from hicache_obs.cli.status import find_rings, show
 from hicache_obs.errors import TraceError
 from hicache_obs.findings import ExitCode
-from hicache_obs.readers.ring import RingInfo, set_mode
+from hicache_obs.readers.ring_header import RingInfo, set_mode
 from hicache_obs.recorder.ring_directory import open_ring_directory
 from hicache_obs.records import CaptureMode
 

@@ -8,7 +8,7 @@ import click
 
 from hicache_obs.cli.mode import switch
 from hicache_obs.cli.status import ring_options
-from hicache_obs.readers.ring import RingInfo
+from hicache_obs.readers.ring_header import RingInfo
 from hicache_obs.records import CaptureMode
 
 

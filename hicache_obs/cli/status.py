@@ -14,7 +14,7 @@ from hicache_obs.agent.journals import journal_folder
 from hicache_obs.agent.writers import beat_age_s, writer_runs
 from hicache_obs.errors import TraceError
 from hicache_obs.findings import ExitCode
-from hicache_obs.readers.ring import RingState, read_state
+from hicache_obs.readers.ring_header import RingState, read_state
 from hicache_obs.recorder.agent_lock import running_agent
 from hicache_obs.recorder.ring_directory import RingName, list_rings, open_ring_directory
 
