@@ -272,6 +272,8 @@ class DropReason(enum.IntEnum):
     """The file no longer has them: overwritten in a ring that was read, or a journal segment that is gone."""
     EDGE = 6
     """A wait or synchronisation whose other side the source does not name. An order may be missing, nothing else."""
+    SAMPLED_OUT = 7
+    """The agent did not keep up within its share of the processor, and left them out. A journal has them."""
 
 
 @dataclass(frozen=True, slots=True)

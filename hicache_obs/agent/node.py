@@ -40,7 +40,7 @@ class NodeOptions:
         journals: Directory of the journals, ``None`` for none.
         journal_max_bytes: Of one rank.
         period_s: Time between two reads of a ring that has little to read.
-        cpu_share: Part of one core the agent may use, above 0, at most 1.
+        cpu_share: Part of one core the process may use, all its threads together; above 0, at most 1.
         keep: Leave finished rings where they are, instead of moving them to ``finished``.
         finished_rings: Moved rings that are kept.
         scraped: See ``RankReader``; whoever serves the metrics says when they are read, with ``scraped``.
@@ -141,11 +141,11 @@ class NodeAgent:
             AgentRunning: Another agent has taken over the directory.
         """
         period_s, share = self._options.period_s, self._options.cpu_share
-        pause_s = 0.0
+        pause_s, start = 0.0, time.process_time()
         while not wait(pause_s):
-            start = time.thread_time()
             self.cycle(budget_s=period_s)
-            spent = time.thread_time() - start
+            now = time.process_time()  # whoever is served by other threads counts, too
+            spent, start = now - start, now
             pause_s = max(period_s - spent, spent / share - spent)
 
     def drain(self) -> None:
@@ -160,7 +160,8 @@ class NodeAgent:
     def cycle(self, *, budget_s: float, look: bool = False) -> int:
         """Find rings, read each in turn until all are empty or ``budget_s`` is over, and finish those that ended.
 
-        What cannot be read in time stays in its ring; a full ring drops and counts. Returns the records read.
+        What cannot be read in time stays in its ring. Of a ring that fills up a stretch is then left out, see
+        ``sampling``; a full ring drops and counts. Returns the records read.
 
         Args:
             budget_s: Time for reading.
@@ -304,6 +305,8 @@ class NodeAgent:
         """Read the rings in turn, beginning where the last cycle ended."""
         total = 0
         ranks = list(self._ranks.values())
+        for rank in ranks:
+            rank.begin_turn()
         full = [*ranks[self._turn % len(ranks) :], *ranks[: self._turn % len(ranks)]] if ranks else []
         while full:
             for rank in list(full):

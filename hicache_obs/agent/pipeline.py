@@ -8,7 +8,10 @@ from typing import Final, Protocol
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.readers.ring import RingReader
-from hicache_obs.records import AnyRecord, Times
+from hicache_obs.records import NO_OP, AnyRecord, Define, DropReason, Lost, ThreadId, Times
+
+_PASSED: Final = frozenset({Define, Lost})
+_NOT_ISSUED: Final = frozenset({Define, Lost, Times})
 
 
 class Journal(Protocol):
@@ -60,6 +63,8 @@ class RankPipeline:
         self._journal = journal
         self._kept = kept
         self._followers = followers
+        self._last_op = int(NO_OP)
+        """The newest operation that the analyzer has seen issued."""
 
     def step(self, limit: int = 1 << 16) -> int:
         """Take in the next ``limit`` records at most; returns how many there were.
@@ -78,6 +83,36 @@ class RankPipeline:
         finally:
             self.reader.release()
         return len(records)
+
+    def skip(self, limit: int = 1 << 16) -> int:
+        """As ``step``, but nobody judges these records, and the analyzer is told so: an access before them and one
+        behind them make an unknown pair. The journal gets them all. Names and the device times of what was judged
+        before are passed on.
+
+        Raises:
+            TraceError: As ``step``.
+            OSError: As ``step``.
+            Exception: As ``step``.
+        """
+        first = self.reader.position
+        if self._journal is None:
+            count, passed = self.reader.skip(limit, last_op=self._last_op)
+        else:
+            records = self.reader.read(limit)
+            count = len(records)
+            passed = [r for r in records if type(r) in _PASSED or (type(r) is Times and r.op <= self._last_op)]
+        if not count:
+            return 0
+        try:
+            if self._journal is not None and (new := records[max(0, self._kept - first) :]):
+                self._journal.write(new)
+            left_out = count - len(passed)
+            if left_out:
+                passed.append(Lost(NO_OP, ThreadId(0), 0, left_out, DropReason.SAMPLED_OUT))
+            self._judge(passed)
+        finally:
+            self.reader.release()
+        return count
 
     def finish(self) -> None:
         """Give open pairs their verdict and close the journal. The reader stays open."""
@@ -108,6 +143,8 @@ class RankPipeline:
     def _judge(self, records: Sequence[AnyRecord], *, last: bool = False) -> None:
         if not self.judging:
             return
+        newest = next((int(r.op) for r in reversed(records) if type(r) not in _NOT_ISSUED), int(NO_OP))
+        self._last_op = max(self._last_op, newest)
         try:
             self.analyzer.feed(records)
             if last:

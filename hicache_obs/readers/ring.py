@@ -20,21 +20,27 @@ from hicache_obs.readers.ring_decoder import NO_PAGES, Overwritten, RingDecoder
 from hicache_obs.readers.ring_header import counts_of, mode_of, open_file, read_info, read_words, size_bytes, unreported
 from hicache_obs.records import (
     HEADER_BYTES,
+    KINDS,
     NO_OP,
     OBSERVABLE_STATED,
     SLOT_BYTES,
     AnyRecord,
     CaptureMode,
+    Define,
     DropReason,
     Lost,
     PageIds,
     RingWord,
     ThreadId,
+    Times,
 )
 from hicache_obs.trace import Trace, make_trace
 
 _READ_BYTES: Final = 1 << 30
 _WINDOW_WORDS: Final = 1 << 13
+_DEFINE, _LOST, _TIMES = (KINDS.index(kind) for kind in (Define, Lost, Times))
+_OP_AT: Final = 8
+"""Where a slot has its operation."""
 
 
 class RingReader:
@@ -107,6 +113,29 @@ class RingReader:
                 break
         return records
 
+    def skip(self, limit: int, *, last_op: int) -> tuple[int, list[AnyRecord]]:
+        """Like ``read``, at a small part of its cost: of the next ``limit`` records only some become any.
+
+        Names, what was lost, and the device times of operations up to ``last_op``, which came before.
+
+        Returns:
+            How many records there were, and those of them that are not skipped.
+
+        Raises:
+            TraceError: A record that is not skipped is damaged. The same records are met again by the next call.
+        """
+        first = self._tail
+        stop = self._find_until(limit)
+        self._fetch(first, stop)
+        places = np.arange(first, stop) % self.info.slots
+        slots = np.frombuffer(self._slots, dtype=np.uint8).reshape(-1, SLOT_BYTES)[places, : _OP_AT + 8]
+        kinds = slots[:, 0]
+        ops = slots[:, _OP_AT:].copy().view("<i8").ravel()
+        chosen = (kinds == _DEFINE) | (kinds == _LOST) | ((kinds == _TIMES) & (ops <= last_op))
+        records = [self._decoder.record(first + int(index)) for index in np.flatnonzero(chosen)]
+        self._pass(stop)
+        return stop - first, records
+
     def release(self) -> None:
         """Free the room of everything ``read`` so far; the partner of ``read``."""
         words = self._words()
@@ -122,6 +151,16 @@ class RingReader:
     def pending(self) -> int:
         """Records written and not read yet."""
         return max(0, self._words()[RingWord.HEAD] - self._tail)
+
+    @property
+    def fill(self) -> float:
+        """How full the ring is of what was not read, 0 to 1: the fuller of its slots and its arena.
+
+        A writer keeps up to half of the arena for arrays that it may refer to again; only the rest counts.
+        """
+        words, info = self._words(), self.info
+        taken = (words[RingWord.ARENA_HEAD] - words[RingWord.ARENA_TAIL]) / info.arena_words
+        return min(1.0, max(self.pending / info.slots, 2 * taken - 1, 0.0))
 
     @property
     def dropped(self) -> dict[DropReason, int]:
@@ -172,7 +211,18 @@ class RingReader:
         self._words()[RingWord.FINISHED] = 1
 
     def _read(self, records: list[AnyRecord], limit: int) -> None:
-        """Append the next ``limit`` records at most; at the end of what was there, note what nothing refers to."""
+        """Append the next ``limit`` records at most."""
+        stop = self._find_until(limit)
+        self._fetch(self._tail, stop)
+        try:
+            records += [self._decoder.record(number) for number in range(self._tail, stop)]
+        except (TraceError, Overwritten):
+            self._read_good(records, stop)
+            return
+        self._pass(stop)
+
+    def _find_until(self, limit: int) -> int:
+        """Number behind the next ``limit`` records that are whole."""
         words, decoder = self._words(), self._decoder
         if self._tail >= self._until:
             # The promise before the head: every record it does not cover is then below the head.
@@ -183,17 +233,14 @@ class RingReader:
             decoder.arena_from = max(0, decoder.arena_until - self.info.arena_words)
             if not 0 <= self._until - self._tail <= self.info.slots:
                 raise TraceError(f"{self.path}: damaged header: {self._tail} records read of {self._until} written")
-        stop = min(self._until, self._tail + limit)
-        self._fetch(self._tail, stop)
-        try:
-            records += [decoder.record(number) for number in range(self._tail, stop)]
-        except (TraceError, Overwritten):
-            self._read_good(records, stop)
-            return
+        return min(self._until, self._tail + limit)
+
+    def _pass(self, stop: int) -> None:
+        """All below ``stop`` is read; at the end of what was there, note what nothing refers to."""
         self._tail = stop
         if stop == self._until:
             self._arena_free = self._promised
-            decoder.forget(self._promised)
+            self._decoder.forget(self._promised)
 
     def _read_good(self, records: list[AnyRecord], stop: int) -> None:
         """Append the records before the first one that is damaged; raise if that is the next."""
