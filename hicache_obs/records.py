@@ -155,7 +155,8 @@ class RingWord(enum.IntEnum):
     """Place of each 64-bit word in a ring's header page, as a word number. Little endian.
 
     The writer changes ``HEAD`` to ``REPORTED``, the reader ``TAIL`` to ``FINISHED`` (on a cache line of their
-    own), either of them ``MODE``; the rest is fixed when the file is made.
+    own), either of them ``MODE``; the rest is fixed when the file is made. ``MAGIC``, ``VERSION``, ``PID``,
+    ``PROCESS_START``, ``PID_NAMESPACE`` and ``MODE`` keep their places in every layout.
     """
 
     MAGIC = 0

@@ -37,6 +37,12 @@ def has_ended(path: Path) -> bool:
     return namespace == pid_namespace() and not _runs(pid, start)
 
 
+def seems_to_run(path: Path) -> bool:
+    """Whether the process of a ring of another version runs, as far as can be told from here."""
+    process = read_process(path)
+    return process is not None and process[2] in (0, pid_namespace()) and _runs(*process[:2])
+
+
 def _runs(pid: int, start: int) -> bool:
     started = process_start(pid)
     return started is not None and start in (0, started)

@@ -1,7 +1,8 @@
 """The header of a ring file: who wrote it, in which layout, and what its words say now.
 
-A header is untrusted input. Magic, version, process and mode have the same places in every layout; a file of another
-layout is refused by ``read_info``, and nothing else in it is looked at.
+A header is untrusted input. Magic, version, process and mode have the same places in every layout: a process of
+another version can be switched off, and it is seen to end. ``read_info`` refuses its ring, and nothing else in it is
+looked at.
 """
 
 from __future__ import annotations
@@ -97,14 +98,14 @@ class RingState:
 
 
 def set_mode(path: str | os.PathLike[str], mode: CaptureMode) -> CaptureMode:
-    """Set the mode byte of a ring that somebody else reads; returns what it was.
+    """Set the mode byte of a ring that somebody else reads, of whatever version; returns what it was.
 
     Raises:
-        TraceError: The file is no ring this version can read.
+        TraceError: The file is no ring.
     """
     target = Path(path)
     with open_file(target, "r+b") as file:
-        read_info(target, file.fileno())
+        _check_magic(target, file.fileno())
         with mmap.mmap(file.fileno(), HEADER_BYTES) as header, memoryview(header).cast("q") as words:
             before = words[RingWord.MODE]
             words[RingWord.MODE] = mode
@@ -165,13 +166,7 @@ def read_words(descriptor: int) -> tuple[int, ...]:
 
 
 def read_info(path: Path, descriptor: int) -> RingInfo:
-    size = os.fstat(descriptor).st_size
-    if size < HEADER_BYTES:
-        raise TraceError(f"{path}: not a ring: {size} bytes, and a ring's header alone has {HEADER_BYTES}")
-    words = read_words(descriptor)
-    if words[RingWord.MAGIC] != _MAGIC:
-        found = words[RingWord.MAGIC].to_bytes(8, "little", signed=True)
-        raise TraceError(f"{path}: not a ring: it begins with {found!r}, not {RING_MAGIC!r}")
+    size, words = _check_magic(path, descriptor)
     version = words[RingWord.VERSION]
     if version > RING_VERSION:
         raise LayoutError(f"{path}: ring layout {version} is newer than {RING_VERSION}, the newest known here; upgrade")
@@ -203,6 +198,18 @@ def read_info(path: Path, descriptor: int) -> RingInfo:
         pid_namespace=words[RingWord.PID_NAMESPACE],
         first_mode=mode_of(words[RingWord.FIRST_MODE]),
     )
+
+
+def _check_magic(path: Path, descriptor: int) -> tuple[int, tuple[int, ...]]:
+    """Size and header of a ring of any layout."""
+    size = os.fstat(descriptor).st_size
+    if size < HEADER_BYTES:
+        raise TraceError(f"{path}: not a ring: {size} bytes, and a ring's header alone has {HEADER_BYTES}")
+    words = read_words(descriptor)
+    if words[RingWord.MAGIC] != _MAGIC:
+        found = words[RingWord.MAGIC].to_bytes(8, "little", signed=True)
+        raise TraceError(f"{path}: not a ring: it begins with {found!r}, not {RING_MAGIC!r}")
+    return size, words
 
 
 def mode_of(word: int) -> CaptureMode:

@@ -13,6 +13,7 @@ from contextlib import closing
 import msgspec
 import pytest
 
+from hicache_obs import __version__
 from hicache_obs.agent import rank as rank_module
 from hicache_obs.agent.node import NodeAgent, NodeOptions
 from hicache_obs.cli import main
@@ -322,7 +323,8 @@ def test_a_ring_that_another_reads_is_left_to_it(node, ring, value):
 def test_a_second_agent_is_refused_until_the_first_has_ended(node, rings):
     agent, _ = node()
     agent.describe(url="http://x")
-    assert running_agent(rings) == {"pid": str(os.getpid()), "url": "http://x"}
+    own = {"pid": str(os.getpid()), "version": __version__, "layout": str(RING_VERSION)}
+    assert running_agent(rings) == {**own, "url": "http://x"}
     with pytest.raises(AgentRunning, match=rf"another agent \(process {os.getpid()}\) reads the rings in"):
         NodeAgent(NodeOptions(rings), Metrics(ranks=()))
     agent.close()
