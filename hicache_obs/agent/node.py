@@ -174,7 +174,7 @@ class NodeAgent:
         ended = self._ended(look=look)
         count = self._read(time.monotonic() + budget_s)
         for key, rank in list(self._ranks.items()):
-            if rank.done or (key in ended and not self._pending(rank)):
+            if rank.done or rank.ended or (key in ended and not self._pending(rank)):
                 self._finish(key, rank)
             else:
                 rank.show()
@@ -327,8 +327,10 @@ class NodeAgent:
 
     def _finish(self, key: FileKey, rank: RankReader) -> None:
         failed = rank.done
-        if not failed:
+        if not failed and not rank.ended:
             rank.end()
+        if not failed and not rank.settle():
+            return  # tried again at the next turn
         rank.leave()
         del self._ranks[key]
         if failed:

@@ -20,8 +20,15 @@ class Journal(Protocol):
     def write(self, records: Sequence[AnyRecord]) -> None:
         """Keep ``records`` as one batch."""
 
+    def settle(self) -> None:
+        """State what could not be kept and is not stated yet, if that is possible now."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether every record is kept, or stated as gone."""
+
     def close(self) -> None:
-        """End it; nothing follows."""
+        """``settle`` and end it; nothing follows."""
 
 
 class Follower(AnalysisSink, Protocol):
@@ -122,12 +129,26 @@ class RankPipeline:
             self.close()
 
     def end(self) -> None:
-        """``finish`` for a ring whose writer has ended and that was read whole: what it dropped last is stated too."""
+        """``finish`` for a ring whose writer has ended and that was read whole: what it dropped last is stated too.
+
+        ``settle`` is to follow, until it succeeds.
+        """
         lost = self.reader.unreported
         if lost:
             self._take(lost, lost)
         self.finish()
+
+    def settle(self) -> bool:
+        """Mark the ring as done, once its journal has everything or states what it has not; whether that is so.
+
+        Until then the next agent finds the ring, and sees to it.
+        """
+        if self._journal is not None and not self._journal.settled:
+            self._journal.close()
+            if not self._journal.settled:
+                return False
         self.reader.finish()
+        return True
 
     def close(self) -> None:
         """Close the journal; open pairs stay open for an agent that goes on from there."""

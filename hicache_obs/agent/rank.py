@@ -121,6 +121,8 @@ class RankReader:
             self.done = self.reader.finished
             """Another agent has read it to its end."""
             self.blind = False
+            self.ended = False
+            """``end`` was called; the ring is kept until ``settle`` succeeds."""
             self._batch = 256
             self._late = False
             """Not all was read when the last turn ended."""
@@ -172,6 +174,7 @@ class RankReader:
                     max_bytes=max_bytes,
                     on_error=lambda error: self._problems.note(RingProblem.JOURNAL, f"journal {folder}: {error}"),
                     position=kept,
+                    stated=known.stated,
                     resume=known.last,
                 )
                 self._journal.learn(known.definitions)
@@ -240,8 +243,8 @@ class RankReader:
         return count
 
     def end(self) -> None:
-        """Give every pair its verdict: the writer has ended, and ``step`` found nothing more."""
-        self.done = True
+        """Give every pair its verdict: the writer has ended, and ``step`` found nothing more. See ``settle``."""
+        self.ended = True
         try:
             self._pipeline.end()
             self._board.refresh()
@@ -252,10 +255,19 @@ class RankReader:
             self._fail(error)
         self._show_pending()
 
+    def settle(self) -> bool:
+        """After ``end``: whether the ring needs nothing more. A journal on a full disk has to state its losses yet."""
+        try:
+            self.done = self._pipeline.settle()
+        except TraceError as error:
+            self.blind = self.done = True
+            self._problems.note(RingProblem.UNREADABLE, str(error))
+        return self.done
+
     def leave(self) -> None:
         """The agent ends, the writer does not. With a journal the next agent goes on; without, open pairs end here."""
         try:
-            if self._journal is None and not self.done:
+            if self._journal is None and not self.done and not self.ended:
                 self._pipeline.finish()
             else:
                 self._pipeline.close()
