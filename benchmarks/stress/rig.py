@@ -16,6 +16,9 @@ from urllib.request import urlopen
 from audit import Audit, audit, is_unmade
 from processes import Control, Nursery, Word, kill, runs
 
+from hicache_obs.errors import TraceError
+from hicache_obs.readers.ring_header import RingState, read_state
+
 
 @dataclass(slots=True)
 class RankProcess:
@@ -120,6 +123,14 @@ class Rig:
             with urlopen(url, timeout=5) as answer:
                 return str(answer.read().decode())
         return ""
+
+    def live_rings(self) -> list[RingState]:
+        """The headers of rings that are not read to their end yet."""
+        found = []
+        for path in self.rings.glob("*.ring"):
+            with suppress(TraceError):  # being made, or moved meanwhile
+                found.append(read_state(path))
+        return found
 
     def burst(self, tp: int, rounds: int) -> None:
         """Have rank ``tp`` make so many rounds at once."""

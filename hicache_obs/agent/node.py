@@ -141,12 +141,14 @@ class NodeAgent:
             AgentRunning: Another agent has taken over the directory.
         """
         period_s, share = self._options.period_s, self._options.cpu_share
-        pause_s, start = 0.0, time.process_time()
+        pause_s, used_before = 0.0, time.process_time()
         while not wait(pause_s):
+            start = time.monotonic()
             self.cycle(budget_s=period_s)
-            now = time.process_time()  # whoever is served by other threads counts, too
-            spent, start = now - start, now
-            pause_s = max(period_s - spent, spent / share - spent)
+            used = time.process_time()  # whoever is served by other threads counts, too
+            # Time that others had the processor is a pause already.
+            owed_s = max(period_s, (used - used_before) / share) - (time.monotonic() - start)
+            pause_s, used_before = max(0.0, owed_s), used
 
     def drain(self) -> None:
         """Read what is there, as long as there is anything, and finish the rings of writers that have ended.

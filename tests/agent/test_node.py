@@ -422,16 +422,40 @@ def test_run_keeps_to_its_share_of_a_core(node, ring):
     for n in range(1 << 15):
         writer.append(EventRecord(n, 0, n, n, 1))
     pauses = []
-    start = time.thread_time()
+    start, began = time.process_time(), time.monotonic()
 
     def wait(seconds):
         pauses.append(seconds)
         return len(pauses) > 8
 
     agent.run(wait)
-    spent = time.thread_time() - start
-    assert sum(pauses) >= 2.5 * spent
+    spent = time.process_time() - start
+    assert spent > 0
+    assert sum(pauses) + time.monotonic() - began >= 3.6 * spent
     assert all(pause >= 0 for pause in pauses)
+
+
+@pytest.mark.parametrize(("used_s", "pause_s"), [(0.1, 0.1), (0.01, 0.0)], ids=["alone", "others run"])
+def test_a_turn_that_others_made_long_is_not_paused_for(node, monkeypatch, used_s, pause_s):
+    """A turn of 0.1 s, of which the agent had the processor for ``used_s``, at half a core."""
+    agent, _ = node(cpu_share=0.5, period_s=0.1)
+    clock = {"used": 0.0, "now": 1000.0}
+
+    def cycle(*, budget_s):
+        clock["used"] += used_s
+        clock["now"] += budget_s
+
+    monkeypatch.setattr(agent, "cycle", cycle)
+    monkeypatch.setattr(time, "process_time", lambda: clock["used"])
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
+    pauses = []
+
+    def wait(seconds):
+        pauses.append(seconds)
+        return len(pauses) > 3
+
+    agent.run(wait)
+    assert pauses == pytest.approx([0.0] + [pause_s] * 3)
 
 
 # -- untrusted input -----------------------------------------------------------------------------------------
