@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -36,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave all files there")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started and mounted goes, too
     folder = Path(tempfile.mkdtemp(prefix="hicache-obs-chaos-"))
     try:
         return _run(folder, options.rounds, random.Random(options.seed))

@@ -33,6 +33,10 @@ class Slope:
         """Whether it certainly grows, and by more than its noise and ``floor`` over the whole series."""
         return self.low > 0 and self.per_hour * self.hours > max(self.noise, floor)
 
+    def negated(self) -> Slope:
+        """The slope of the same values with the other sign."""
+        return Slope(-self.per_hour, -self.high, -self.low, self.noise, self.hours)
+
 
 def slope(samples: Sequence[tuple[float, float]]) -> Slope:
     """Of (seconds, value) in order of time.

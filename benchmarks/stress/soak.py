@@ -1,8 +1,8 @@
 """A node under load for a long time, and everything that goes wrong there: ``make soak MIN=30``.
 
-Four ranks make 20,000 rounds a minute together, one in a few hundred without its fence. In the first third of the time
-ranks and the agent are killed. After that nobody is; in the last half, when the analyzer's tables are full, memory and
-file descriptors are measured, while rings overflow, the disk fills up, the agent is stopped, and its wall clock is set.
+Four ranks make 20,000 rounds a minute together, one in a few hundred without its fence. In the first quarter of the time
+ranks and the agent are killed. Then the run goes on until the analyzer's tables are full, which is not counted, and for
+the other three quarters memory and file descriptors are measured, while rings overflow, the disk fills up, the agent is stopped, and its wall clock is set.
 
 Prints a table. Exit code 1 if memory or descriptors grow by more than their noise, a clock drifts, a race is lost, or
 something that is gone is not counted.
@@ -19,7 +19,6 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,11 +31,15 @@ ROUNDS_PER_MIN = 20_000
 RANKS = 4
 RACE_EVERY = 331
 TICK_S = 1.0
+MARKS = ("<!-- make soak: begin -->", "<!-- make soak: end -->")
 SLOTS = 16_384
+MIN_MINUTES = 5
 FLOOR_MIB, FLOOR_FDS, FLOOR_MS = 1.0, 0.5, 1.0
 """Growth over the whole time that is not told from nothing."""
 _BEAT = re.compile(r'^hicache_obs_heartbeat_timestamp_seconds\{[^}]*tp_rank="(\d+)"[^}]*\} (\S+)$', re.MULTILINE)
-_CLOCK_ERROR = re.compile(r"^hicache_obs_clock_error_seconds\{[^}]*\} (\S+)$", re.MULTILINE)
+_JUDGED = re.compile(r"^hicache_obs_records_total\{[^}]*\} (\S+)$", re.MULTILINE)
+FILL = 100_000
+"""Records after which the analyzer's tables hold as many rounds as they ever do."""
 
 
 @dataclass(slots=True)
@@ -124,10 +127,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("minutes", type=float, nargs="?", default=30.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there, too, as Markdown")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="put the table between this page's marks, too")
     options = parser.parse_args(arguments)
-    if options.minutes < 1:
-        parser.error(f"minutes: {options.minutes:g}; at least 1, for the slopes")
+    if options.out is not None and not all(mark in options.out.read_text() for mark in MARKS):
+        parser.error(f"--out {options.out}: has no line {' and no line '.join(MARKS)}")
+    if options.minutes < MIN_MINUTES:
+        parser.error(f"minutes: {options.minutes:g}; at least {MIN_MINUTES}, for the slopes")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started and mounted goes, too
     folder = Path(tempfile.mkdtemp(prefix="hicache-obs-soak-"))
     try:
         table, problems = _run(folder, options.minutes * 60, options.seed)
@@ -136,10 +142,15 @@ def main(arguments: list[str] | None = None) -> int:
     text = "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in table)
     print(text, end="")
     if options.out is not None:
-        options.out.write_text(text)
+        _put(options.out, text)
     if problems:
         print(first(problems), file=sys.stderr)
     return int(bool(problems))
+
+
+def _put(page: Path, table: str) -> None:
+    before, _, rest = page.read_text().partition(MARKS[0])
+    page.write_text(f"{before}{MARKS[0]}\n\n{table}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
 
 
 def _run(folder: Path, seconds: float, seed: int) -> tuple[list[tuple[str, str]], list[str]]:
@@ -152,15 +163,16 @@ def _run(folder: Path, seconds: float, seed: int) -> tuple[list[tuple[str, str]]
         for tp in range(RANKS):
             rig.start_rank(tp)
         began = time.monotonic()
-        _first_third(rig, faults, began + seconds / 3)
-        _rest(rig, faults, measured, began + seconds / 2, began + seconds)
+        _kill_some(rig, faults, began + seconds / 4)
+        _fill_tables(rig, faults)
+        _rest(rig, faults, measured, time.monotonic() + seconds * 3 / 4)
         busy_s = time.monotonic() - began
         faults.end()
         agents, disk = rig.agents, rig.disk
         books = rig.finish(within_s=300)
         made = sum(Control(path).words[Word.ROUNDS] for path in rig.controls)
     table = [
-        ("minutes", f"{busy_s / 60:.1f}"),
+        ("minutes; of which measured", f"{busy_s / 60:.1f}; {measured.over_s / 60:.1f}"),
         ("rounds a minute that were to be made, all ranks", f"{ROUNDS_PER_MIN:,}"),
         ("rounds made, bursts included", f"{made:,}"),
         *((name, str(count)) for name, count in faults.happened.items()),
@@ -176,7 +188,7 @@ def _run(folder: Path, seconds: float, seed: int) -> tuple[list[tuple[str, str]]
     return table, problems
 
 
-def _first_third(rig: Rig, faults: Faults, until: float) -> None:
+def _kill_some(rig: Rig, faults: Faults, until: float) -> None:
     while time.monotonic() < until:
         time.sleep(TICK_S)
         faults.tick(lethal=True)
@@ -184,12 +196,19 @@ def _first_third(rig: Rig, faults: Faults, until: float) -> None:
     faults.end()
 
 
-def _rest(rig: Rig, faults: Faults, measured: Measured, settled: float, until: float) -> None:
+def _fill_tables(rig: Rig, faults: Faults) -> None:
+    """Go on until the analyzer of each rank has judged as much as its tables hold."""
     if not runs(rig.agent):
         rig.start_agent()
-    while time.monotonic() < settled:
+    until = time.monotonic() + 3600
+    while min(judged := [float(value) for value in _JUDGED.findall(rig.scrape())] or [0.0]) < FILL:
+        if time.monotonic() > until:
+            raise TimeoutError(f"records judged in an hour: {judged}; {FILL} of each rank were to be\n{rig.tail()}")
         time.sleep(TICK_S)
         faults.tick(lethal=False)
+
+
+def _rest(rig: Rig, faults: Faults, measured: Measured, until: float) -> None:
     cpu_s, from_s = _cpu_s(rig.agent), time.monotonic()
     while (now := time.monotonic()) < until:
         time.sleep(TICK_S)
@@ -225,13 +244,11 @@ def _judge(measured: Measured, table: list[tuple[str, str]]) -> list[str]:
             table.append((f"{what} of {name}, {samples[-1][1]:.1f} {unit}".rstrip(), _text(found, unit)))
             if found.grows(floor):
                 problems.append(f"{what} of {name} grows: {_text(found, unit)}")
-    with suppress(ValueError):
-        drift = slope(_without_pauses(measured.clock))
-        table.append(("clock: age of the youngest beat, by real clocks", _text(drift, "ms")))
-        if drift.grows(FLOOR_MS) or Slope(-drift.per_hour, -drift.high, -drift.low, drift.noise, drift.hours).grows(
-            FLOOR_MS
-        ):
-            problems.append(f"a clock drifts: {_text(drift, 'ms')}")
+    ages = _without_pauses(measured.clock)
+    drift = slope(ages)
+    table.append((f"clocks: a beat seems {ages[-1][1]:.0f} ms old", _text(drift, "ms")))
+    if drift.grows(FLOOR_MS) or drift.negated().grows(FLOOR_MS):
+        problems.append(f"a clock drifts: {_text(drift, 'ms')}")
     table.append(("processor time of the agent", f"{measured.cpu_s / max(measured.over_s, 1):.1%} of a core"))
     return problems
 
