@@ -1,8 +1,9 @@
 """A node under load for a long time, and everything that goes wrong there: ``make soak MIN=30``.
 
-Four ranks make 20,000 rounds a minute together, one in a few hundred without its fence. In the first quarter of the time
-ranks and the agent are killed. Then the run goes on until the analyzer's tables are full, which is not counted, and for
-the other three quarters memory and file descriptors are measured, while rings overflow, the disk fills up, the agent is stopped, and its wall clock is set.
+Four ranks make 20,000 rounds a minute together, one in a few hundred without its fence. In the first quarter of the
+time ranks and the agent are killed. Then the run goes on until the analyzer's tables are full, which is not counted,
+and for the other three quarters memory and file descriptors are measured, while rings overflow, the disk fills up, the
+agent is stopped, and its wall clock is set.
 
 Prints a table. Exit code 1 if memory or descriptors grow by more than their noise, a clock drifts, a race is lost, or
 something that is gone is not counted.
