@@ -20,15 +20,12 @@ class Journal(Protocol):
     def write(self, records: Sequence[AnyRecord]) -> None:
         """Keep ``records`` as one batch."""
 
-    def settle(self) -> None:
-        """State what could not be kept and is not stated yet, if that is possible now."""
-
     @property
     def settled(self) -> bool:
         """Whether every record is kept, or stated as gone."""
 
     def close(self) -> None:
-        """``settle`` and end it; nothing follows."""
+        """State what is not stated yet, if that is possible now, and end it; nothing follows."""
 
 
 class Follower(AnalysisSink, Protocol):

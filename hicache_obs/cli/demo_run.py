@@ -20,6 +20,7 @@ from hicache_obs import __version__
 from hicache_obs.agent import Agent, Fanout, Follower, RankPipeline, WatchedRing
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.tally import Defect, Tally
+from hicache_obs.cli.demo_journal import DemoJournal
 from hicache_obs.cli.outputs import Outputs, made_up_traceparent
 from hicache_obs.config import read_setting
 from hicache_obs.controller.cache_controller import SubmittedTransfer
@@ -39,7 +40,7 @@ from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.records import AnyRecord, DefineSpace, Direction, Mode, PageIds, device
+from hicache_obs.records import DefineSpace, Direction, Mode, PageIds, device
 from hicache_obs.streams import CostModel, open_device
 from hicache_obs.streams.protocol import Device
 from hicache_obs.testing.world import SeededThreads
@@ -174,30 +175,6 @@ class ModeResult:
         if self.fence != "none":
             surprising += self.tally.unexpected(accepts) + self.corrupted_pages + self.wrong_requests
         return ExitCode.FINDINGS if surprising else ExitCode.CLEAN
-
-
-class _Journal:
-    """A journal whose disk may fail: what it does not hold it says itself, and the run goes on.
-
-    Args:
-        writer: Writes it.
-        on_failure: Told of each batch that could not be written.
-    """
-
-    def __init__(self, writer: JournalWriter, on_failure: Callable[[OSError], None]) -> None:
-        self._writer = writer
-        self._on_failure = on_failure
-
-    def write(self, records: Sequence[AnyRecord]) -> None:
-        """Keep ``records`` as one batch."""
-        try:
-            self._writer.write(records)
-        except OSError as error:
-            self._on_failure(error)
-
-    def close(self) -> None:
-        """End it."""
-        self._writer.close()
 
 
 class _Lineage:
@@ -422,7 +399,7 @@ class DemoRun:
             shown = self._board.sink(ONLY_RANK, analyzer)
             writer = None
             if journal and options.journal is not None:
-                writer = _Journal(JournalWriter(options.journal / fence, engine=ENGINE), self._journal_failed)
+                writer = DemoJournal(JournalWriter(options.journal / fence, engine=ENGINE), self._journal_failed)
             reader = RingReader(ring.path)
             kept = options.journal / fence if journal and options.journal is not None else None
             followers = self._follow(WatchedRing(ring.path, reader.info, analyzer, kept), fence, check=journal)
