@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import signal
@@ -69,8 +70,8 @@ class Rig:
         self._controls = folder / "controls"
         for path in (self.rings, self.journals, self._controls):
             path.mkdir(mode=0o700)
-        self._mounted = bool(disk_mib) and _mount(self.journals, disk_mib)
-        self._filler = self.journals / "filler"
+        self._disk_bytes = disk_mib << 20
+        self._mounted = bool(disk_mib) and _mount(self.journals, self._disk_bytes)
         self._options = {"rounds_per_s": rounds_per_s, "race_every": race_every, "slots": slots, "arena": arena}
         self._race_every = race_every
         self._agent_options = agent_options
@@ -143,9 +144,8 @@ class Rig:
     def fill_disk(self) -> None:
         """No byte more for the journals. Partner of ``free_disk``."""
         if self._mounted:
-            with suppress(OSError), self._filler.open("ab", buffering=0) as file:
-                while True:
-                    file.write(bytes(1 << 14))
+            room = os.statvfs(self.journals)
+            _mount(self.journals, (room.f_blocks - room.f_bfree) * room.f_frsize, "remount,")
         elif self.agent and runs(self.agent):
             with suppress(ProcessLookupError):
                 resource.prlimit(self.agent, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
@@ -153,7 +153,7 @@ class Rig:
     def free_disk(self) -> None:
         """Room again. Partner of ``fill_disk``."""
         if self._mounted:
-            self._filler.unlink(missing_ok=True)
+            _mount(self.journals, self._disk_bytes, "remount,")
         elif self.agent and runs(self.agent):
             with suppress(ProcessLookupError):
                 free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -203,9 +203,9 @@ class Rig:
         self.close()
 
 
-def _mount(folder: Path, size_mib: int) -> bool:
-    """A file system of its own for ``folder``; False where that is not allowed."""
+def _mount(folder: Path, size_bytes: int, how: str = "") -> bool:
+    """A file system of its own and of that size for ``folder``; False where that is not allowed."""
     if shutil.which("mount") is None:
         return False
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m,mode=700", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"{how}size={max(size_bytes, 4096)},mode=700", "tmpfs", str(folder)]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0

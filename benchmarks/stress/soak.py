@@ -157,7 +157,7 @@ def _put(page: Path, table: str) -> None:
 def _run(folder: Path, seconds: float, seed: int) -> tuple[list[tuple[str, str]], list[str]]:
     measured = Measured()
     rate = ROUNDS_PER_MIN / 60 / RANKS
-    disk_mib = 256 + int(seconds / 60 * 16)
+    disk_mib = 4096 + int(seconds / 60 * 64)  # of memory, as far as it is used
     with Rig(folder, ranks=RANKS, rounds_per_s=rate, race_every=RACE_EVERY, slots=SLOTS, disk_mib=disk_mib) as rig:
         faults = Faults(rig, random.Random(seed))
         rig.start_agent()

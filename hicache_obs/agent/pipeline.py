@@ -131,19 +131,20 @@ class RankPipeline:
         ``settle`` is to follow, until it succeeds.
         """
         lost = self.reader.unreported
-        if lost:
-            self._take(lost, lost)
+        if lost:  # an agent before this one may have kept that, and been killed before the ring was marked
+            self._take(lost[max(0, self._kept - self.reader.position) :], lost)
         self.finish()
 
-    def settle(self) -> bool:
+    def settle(self, *, at_last: bool = False) -> bool:
         """Mark the ring as done, once its journal has everything or states what it has not; whether that is so.
 
-        Until then the next agent finds the ring, and sees to it.
+        Until then the next agent finds the ring, and sees to it. ``at_last``: mark it in any case.
         """
         if self._journal is not None and not self._journal.settled:
             self._journal.close()
-            if not self._journal.settled:
-                return False
+        journal = self._journal
+        if journal is not None and not at_last and not journal.settled:
+            return False
         self.reader.finish()
         return True
 

@@ -54,6 +54,8 @@ MIN_BATCH: Final = 64
 MAX_BATCH: Final = 8192
 TURN_NS: Final = 20_000_000
 """A batch that takes longer is halved next time: the other ranks wait meanwhile, and so does SIGTERM."""
+SETTLE_WITHIN_S: Final = 600.0
+"""So long the ring of an ended process waits for room in its journal: of ranks that crash again and again many would."""
 _QUIET_S: Final = 60.0
 
 
@@ -123,6 +125,7 @@ class RankReader:
             self.blind = False
             self.ended = False
             """``end`` was called; the ring is kept until ``settle`` succeeds."""
+            self._ended_at = 0.0
             self._batch = 256
             self._late = False
             """Not all was read when the last turn ended."""
@@ -244,7 +247,7 @@ class RankReader:
 
     def end(self) -> None:
         """Give every pair its verdict: the writer has ended, and ``step`` found nothing more. See ``settle``."""
-        self.ended = True
+        self.ended, self._ended_at = True, time.monotonic()
         try:
             self._pipeline.end()
             self._board.refresh()
@@ -258,7 +261,7 @@ class RankReader:
     def settle(self) -> bool:
         """After ``end``: whether the ring needs nothing more. A journal on a full disk has to state its losses yet."""
         try:
-            self.done = self._pipeline.settle()
+            self.done = self._pipeline.settle(at_last=time.monotonic() - self._ended_at > SETTLE_WITHIN_S)
         except TraceError as error:
             self.blind = self.done = True
             self._problems.note(RingProblem.UNREADABLE, str(error))

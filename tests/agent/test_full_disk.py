@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hicache_obs.agent import journals
+from hicache_obs.agent import journals, rank
 from hicache_obs.agent.writers import SILENT_S, has_ended
 from hicache_obs.readers import journal_writer, open_trace
 from hicache_obs.records import DropReason, Lost
@@ -68,6 +68,19 @@ def test_a_loss_at_the_end_is_stated_once_there_is_room(
     assert not writer.path.exists()
     (folder,) = (tmp_path / "j").iterdir()
     assert gone(folder) == (6, 3 * kept)
+
+
+def test_a_ring_does_not_wait_for_ever(node, ring, tmp_path, round_of, fill, disk, monkeypatch):
+    agent, _ = node(journals=tmp_path / "j")
+    writer = ring()
+    disk(True)
+    fill(writer, round_of(7))
+    writer.close()
+    agent.drain()
+    assert writer.path.exists()
+    monkeypatch.setattr(rank, "SETTLE_WITHIN_S", -1.0)
+    agent.drain()
+    assert not writer.path.exists()
 
 
 def test_without_a_loss_nothing_more_is_written(node, ring, tmp_path, round_of, fill, disk):
