@@ -55,7 +55,7 @@ MAX_BATCH: Final = 8192
 TURN_NS: Final = 20_000_000
 """A batch that takes longer is halved next time: the other ranks wait meanwhile, and so does SIGTERM."""
 SETTLE_WITHIN_S: Final = 600.0
-"""So long the ring of an ended process waits for room in its journal: of ranks that crash again and again many would."""
+"""So long the ring of an ended process waits for room in its journal; of ranks that crash in a loop many would wait."""
 _QUIET_S: Final = 60.0
 
 
