@@ -144,8 +144,10 @@ class Rig:
     def fill_disk(self) -> None:
         """No byte more for the journals. Partner of ``free_disk``."""
         if self._mounted:
-            room = os.statvfs(self.journals)
-            _mount(self.journals, (room.f_blocks - room.f_bfree) * room.f_frsize, "remount,")
+            for _ in range(50):  # what is written meanwhile makes it fail
+                room = os.statvfs(self.journals)
+                if _mount(self.journals, (room.f_blocks - room.f_bfree) * room.f_frsize, "remount,"):
+                    break
         elif self.agent and runs(self.agent):
             with suppress(ProcessLookupError):
                 resource.prlimit(self.agent, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
