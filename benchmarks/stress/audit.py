@@ -225,9 +225,12 @@ def _check_records(
 
 
 def is_unmade(path: Path) -> bool:
-    """Whether a rank was killed while it made its ring: the first word is written last."""
-    with path.open("rb") as file:
-        return file.read(8) in (b"", bytes(8))
+    """Whether there is no ring: its rank was killed while it made it (the first word is written last), or it is moved."""
+    try:
+        with path.open("rb") as file:
+            return file.read(8) in (b"", bytes(8))
+    except FileNotFoundError:  # an agent has moved it meanwhile
+        return True
 
 
 def _states_a_gap(batch: list[AnyRecord]) -> bool:
