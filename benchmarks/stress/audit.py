@@ -225,7 +225,7 @@ def _check_records(
 
 
 def is_unmade(path: Path) -> bool:
-    """Whether there is no ring: its rank was killed while it made it (the first word is written last), or it is moved."""
+    """Whether there is no ring: its rank was killed while it made it (the first word comes last), or it is moved."""
     try:
         with path.open("rb") as file:
             return file.read(8) in (b"", bytes(8))
