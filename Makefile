@@ -105,6 +105,15 @@ fuzz-engine: venv  ## random engines, requests and storage against an engine wit
 crash: venv  ## kill writing processes at random moments and read their rings (N=200 of them)
 	HICACHE_OBS_KILLS=$(or $(N),200) $(BIN)/python -m pytest -q tests/recorder/test_ring_crash.py $(ARGS)
 
+chaos: venv  ## kill ranks and agent and fill the disk at random moments, and audit what is left (N=200 rounds)
+	$(BIN)/python benchmarks/stress/chaos.py $(or $(N),200) $(ARGS)
+
+soak: venv  ## a node at 20,000 rounds a minute with faults (MIN=30): memory, descriptors, clocks, lost findings
+	$(BIN)/python benchmarks/stress/soak.py $(or $(MIN),30) $(ARGS)
+
+hot-path: venv  ## trace the plugin's hooks for I/O and locks, and time them up to p99.9 (ARGS="--rounds N --timed N")
+	$(BIN)/python benchmarks/hot_path.py $(ARGS)
+
 $(SGLANG)/.complete:
 	PYTHON=$(PYTHON) tests_sglang/make_env.sh $(SGLANG)
 
@@ -116,6 +125,9 @@ blast: venv  ## blast radius against wrong contents of engine runs (N=1000 seeds
 
 fuzz-inputs: venv  ## damaged trace files through the command line (N=10000 files)
 	HICACHE_OBS_FUZZ_INPUTS=$(or $(N),10000) $(BIN)/python -m pytest -q tests/cli/test_fuzz_inputs.py $(ARGS)
+
+fuzz-endpoints: venv  ## malformed requests, TLS, tokens, lock files, rings and journals at a running agent (N=10000 of them)
+	HICACHE_OBS_FUZZ_ENDPOINTS=$(or $(N),10000) $(BIN)/python -m pytest -q tests/agent/test_fuzz_endpoints.py $(ARGS)
 
 mutants: venv  ## mutants of the analyzer's rules that no test notices (SAMPLE=300 SEED=1, or all of them)
 	$(BIN)/python tests/mutation/run.py $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(or $(SEED),0) $(ARGS)

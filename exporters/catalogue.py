@@ -330,6 +330,22 @@ CATALOGUE: Final[tuple[MetricRow, ...]] = (
         "Records in the rank's ring that the agent has not read yet.",
     ),
     _gauge(
+        "coverage_ratio",
+        "ratio",
+        (),
+        "agent, records of the last minute",
+        "How much of what happens is judged?",
+        "Records analysed of those that the rank made in the last minute, 0 to 1; as before while it makes none.",
+    ),
+    _gauge(
+        "sampling",
+        "0 or 1",
+        (),
+        "agent",
+        "Is a part left out because the agent may not use more of the processor?",
+        "1 if records of the rank were left out in the last minute to keep to the agent's share, else 0.",
+    ),
+    _gauge(
         "heartbeat_timestamp_seconds",
         "seconds",
         (),

@@ -7,6 +7,7 @@ No request text, no environment. ``docs/otel.md`` lists the fields.
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import logging
 import os
@@ -64,7 +65,7 @@ class LineFile:
                 ) from None
 
     def write(self, line: str) -> None:
-        """Append one line, whole or not at all as far as the system allows."""
+        """Append one line, whole or not at all."""
         try:
             if self._path is None:
                 sys.stdout.write(line + "\n")
@@ -74,10 +75,10 @@ class LineFile:
                 if file.tell() and file.tell() + len(line) >= self._max_bytes:
                     self._path.replace(self._path.with_name(self._path.name + ".1"))
                 else:
-                    file.write(line.encode() + b"\n")
+                    _append(file, line)
                     return
             with _open(self._path) as file:
-                file.write(line.encode() + b"\n")
+                _append(file, line)
         except OSError as error:
             self.lost += 1
             if time.monotonic() >= self._quiet_until:
@@ -89,6 +90,14 @@ def _open(path: Path) -> IO[bytes]:
     """For appending, unbuffered; readable by its owner only, and never through a symbolic link."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o600), "ab", buffering=0)
+
+
+def _append(file: IO[bytes], line: str) -> None:
+    """One line, or nothing: a disk that is full in the middle of it takes a part and says so by a number only."""
+    size, data = file.tell(), line.encode() + b"\n"
+    if file.write(data) < len(data):
+        os.ftruncate(file.fileno(), size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @dataclass(slots=True)

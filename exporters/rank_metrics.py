@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 _NS_PER_SECOND: Final = 1_000_000_000
+_BILLIONTHS: Final = ("seconds", "ratio")
+"""Units whose values are kept as whole billionths."""
 
 
 class Exemplar(NamedTuple):
@@ -76,7 +78,7 @@ class Gauge:
         self._index = index
 
     def set(self, value: int) -> None:
-        """Replace the value; nanoseconds for a metric in seconds."""
+        """Replace the value; nanoseconds for a metric in seconds, billionths for a ratio."""
         self._cells[self._index] = value
 
 
@@ -262,4 +264,4 @@ def _bounds(metric: MetricRow) -> tuple[str, ...]:
 
 
 def _convert(metric: MetricRow, value: int) -> float:
-    return value / _NS_PER_SECOND if metric.unit == "seconds" else value
+    return value / _NS_PER_SECOND if metric.unit in _BILLIONTHS else value

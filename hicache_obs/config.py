@@ -181,7 +181,7 @@ SETTINGS: Final[tuple[Setting | TextSetting, ...]] = (
         1,
         100,
         "% of a core",
-        "what the agent may use; what it cannot read in time is dropped and counted",
+        "what the agent may use; what it cannot judge in time is left out and counted",
     ),
     TextSetting(
         "finished",

@@ -155,7 +155,8 @@ class RingWord(enum.IntEnum):
     """Place of each 64-bit word in a ring's header page, as a word number. Little endian.
 
     The writer changes ``HEAD`` to ``REPORTED``, the reader ``TAIL`` to ``FINISHED`` (on a cache line of their
-    own), either of them ``MODE``; the rest is fixed when the file is made.
+    own), either of them ``MODE``; the rest is fixed when the file is made. ``MAGIC``, ``VERSION``, ``PID``,
+    ``PROCESS_START``, ``PID_NAMESPACE`` and ``MODE`` keep their places in every layout.
     """
 
     MAGIC = 0
@@ -272,6 +273,8 @@ class DropReason(enum.IntEnum):
     """The file no longer has them: overwritten in a ring that was read, or a journal segment that is gone."""
     EDGE = 6
     """A wait or synchronisation whose other side the source does not name. An order may be missing, nothing else."""
+    SAMPLED_OUT = 7
+    """The agent did not keep up within its share of the processor, and left them out. A journal has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from hicache_obs.analyzer import Analyzer
 from hicache_obs.errors import ConfigError, TraceError
 from hicache_obs.readers.journal import JournalInfo, JournalWriter, newest_run, read_definitions, read_segment
 from hicache_obs.readers.journal_format import records_of
-from hicache_obs.readers.ring import RingInfo
+from hicache_obs.readers.ring_header import RingInfo
 from hicache_obs.recorder.ring_directory import RingName
 from hicache_obs.records import NO_OP, AnyRecord, Define, DefineSpace, DropReason, Lost, ThreadId
 
@@ -28,6 +28,7 @@ SEGMENT_BYTES: Final = 8 << 20
 REBUILD_BYTES: Final = 16 << 20
 """How much of a journal an agent that takes over reads again; pairs with older accesses are unknown to it."""
 _RETRY_S: Final = 5.0
+_SETTLE_S: Final = 1.0
 _LASTING: Final = frozenset(DefineSpace) - {
     DefineSpace.EVENT,
     DefineSpace.REQUEST,
@@ -49,13 +50,15 @@ class Rebuilt:
     """What a journal gave back to an agent that takes over a ring.
 
     Attributes:
-        kept: Number of the first record that the journal does not hold.
+        kept: Number of the first record that the journal does not hold, and that the ring does.
+        stated: Number of the first record that the journal says nothing of, not even that it is gone.
         last: Header of its last segment, to go on from; ``None`` if there is nothing to go on from.
         definitions: The names in it.
         problem: Why it could not be read to its end.
     """
 
     kept: int
+    stated: int = 0
     last: JournalInfo | None = None
     definitions: Sequence[Define] = ()
     problem: TraceError | None = None
@@ -105,7 +108,9 @@ def rebuild(
         last, problem = None, error
     if number < tail:
         analyzer.feed([_missing(info, tail - number)])
-    return Rebuilt(max(number, tail), last, definitions, problem)
+    kept = max(number, tail)
+    # A damaged journal stays the newest run, as far as it can be read, until there is something new to keep.
+    return Rebuilt(kept, kept if problem is not None else number, last, definitions, problem)
 
 
 def _missing(info: RingInfo, count: int) -> Lost:
@@ -154,6 +159,7 @@ class RingJournal:
         max_bytes: All folders of this rank together; the oldest segments are deleted first.
         on_error: Told what went wrong.
         position: Number of the first record that comes.
+        stated: Number of the first record that the journal says nothing of.
         resume: The last segment to go on from.
     """
 
@@ -165,6 +171,7 @@ class RingJournal:
         max_bytes: int,
         on_error: Callable[[Exception], None],
         position: int = 0,
+        stated: int = 0,
         resume: JournalInfo | None = None,
     ) -> None:
         self.folder: Final = folder
@@ -172,10 +179,12 @@ class RingJournal:
         self._max_bytes = max_bytes
         self._on_error = on_error
         self._position = position
+        self._stated = stated
+        """As long as there is no writer: the header of its first segment says how many came before."""
         self._resume = resume
         self._definitions: dict[tuple[DefineSpace, int], Define] = {}
         self._writer: JournalWriter | None = None
-        self._retry_at = 0.0
+        self._retry_at = self._settle_at = 0.0
         self._segment = 0
 
     def learn(self, records: Sequence[AnyRecord]) -> None:
@@ -201,8 +210,26 @@ class RingJournal:
             self._on_error(error)
         self._position += len(records)
 
+    @property
+    def settled(self) -> bool:
+        """Whether every record is in the journal, or stated there as gone."""
+        return self._position == self._stated if self._writer is None else self._writer.settled
+
+    def settle(self) -> None:
+        """State what no later batch has stated: after the last one, and before the end. As ``write``, it may fail."""
+        if self.settled or time.monotonic() < self._settle_at:
+            return
+        self._settle_at = time.monotonic() + _SETTLE_S
+        try:
+            writer = self._open()
+            if writer is not None:
+                writer.settle()
+        except (OSError, ConfigError) as error:
+            self._on_error(error)
+
     def close(self) -> None:
         """End the segment."""
+        self.settle()
         if self._writer is not None:
             self._writer.close()
 

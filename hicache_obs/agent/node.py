@@ -40,7 +40,7 @@ class NodeOptions:
         journals: Directory of the journals, ``None`` for none.
         journal_max_bytes: Of one rank.
         period_s: Time between two reads of a ring that has little to read.
-        cpu_share: Part of one core the agent may use, above 0, at most 1.
+        cpu_share: Part of one core the process may use, all its threads together; above 0, at most 1.
         keep: Leave finished rings where they are, instead of moving them to ``finished``.
         finished_rings: Moved rings that are kept.
         scraped: See ``RankReader``; whoever serves the metrics says when they are read, with ``scraped``.
@@ -141,12 +141,14 @@ class NodeAgent:
             AgentRunning: Another agent has taken over the directory.
         """
         period_s, share = self._options.period_s, self._options.cpu_share
-        pause_s = 0.0
+        pause_s, used_before = 0.0, time.process_time()
         while not wait(pause_s):
-            start = time.thread_time()
+            start = time.monotonic()
             self.cycle(budget_s=period_s)
-            spent = time.thread_time() - start
-            pause_s = max(period_s - spent, spent / share - spent)
+            used = time.process_time()  # whoever is served by other threads counts, too
+            # Time that others had the processor is a pause already.
+            owed_s = max(period_s, (used - used_before) / share) - (time.monotonic() - start)
+            pause_s, used_before = max(0.0, owed_s), used
 
     def drain(self) -> None:
         """Read what is there, as long as there is anything, and finish the rings of writers that have ended.
@@ -160,7 +162,8 @@ class NodeAgent:
     def cycle(self, *, budget_s: float, look: bool = False) -> int:
         """Find rings, read each in turn until all are empty or ``budget_s`` is over, and finish those that ended.
 
-        What cannot be read in time stays in its ring; a full ring drops and counts. Returns the records read.
+        What cannot be read in time stays in its ring. Of a ring that fills up a stretch is then left out, see
+        ``sampling``; a full ring drops and counts. Returns the records read.
 
         Args:
             budget_s: Time for reading.
@@ -173,7 +176,7 @@ class NodeAgent:
         ended = self._ended(look=look)
         count = self._read(time.monotonic() + budget_s)
         for key, rank in list(self._ranks.items()):
-            if rank.done or (key in ended and not self._pending(rank)):
+            if rank.done or rank.ended or (key in ended and not self._pending(rank)):
                 self._finish(key, rank)
             else:
                 rank.show()
@@ -304,6 +307,8 @@ class NodeAgent:
         """Read the rings in turn, beginning where the last cycle ended."""
         total = 0
         ranks = list(self._ranks.values())
+        for rank in ranks:
+            rank.begin_turn()
         full = [*ranks[self._turn % len(ranks) :], *ranks[: self._turn % len(ranks)]] if ranks else []
         while full:
             for rank in list(full):
@@ -324,8 +329,10 @@ class NodeAgent:
 
     def _finish(self, key: FileKey, rank: RankReader) -> None:
         failed = rank.done
-        if not failed:
+        if not failed and not rank.ended:
             rank.end()
+        if not failed and not rank.settle():
+            return  # tried again at the next turn
         rank.leave()
         del self._ranks[key]
         if failed:

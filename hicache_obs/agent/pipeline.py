@@ -8,7 +8,10 @@ from typing import Final, Protocol
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import AnalysisSink
 from hicache_obs.readers.ring import RingReader
-from hicache_obs.records import AnyRecord, Times
+from hicache_obs.records import NO_OP, AnyRecord, Define, DropReason, Lost, ThreadId, Times
+
+_PASSED: Final = frozenset({Define, Lost})
+_NOT_ISSUED: Final = frozenset({Define, Lost, Times})
 
 
 class Journal(Protocol):
@@ -17,8 +20,12 @@ class Journal(Protocol):
     def write(self, records: Sequence[AnyRecord]) -> None:
         """Keep ``records`` as one batch."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether every record is kept, or stated as gone."""
+
     def close(self) -> None:
-        """End it; nothing follows."""
+        """State what is not stated yet, if that is possible now, and end it; nothing follows."""
 
 
 class Follower(AnalysisSink, Protocol):
@@ -60,6 +67,8 @@ class RankPipeline:
         self._journal = journal
         self._kept = kept
         self._followers = followers
+        self._last_op = int(NO_OP)
+        """The newest operation that the analyzer has seen issued."""
 
     def step(self, limit: int = 1 << 16) -> int:
         """Take in the next ``limit`` records at most; returns how many there were.
@@ -79,6 +88,36 @@ class RankPipeline:
             self.reader.release()
         return len(records)
 
+    def skip(self, limit: int = 1 << 16) -> int:
+        """As ``step``, but nobody judges these records, and the analyzer is told so: an access before them and one
+        behind them make an unknown pair. The journal gets them all. Names and the device times of what was judged
+        before are passed on.
+
+        Raises:
+            TraceError: As ``step``.
+            OSError: As ``step``.
+            Exception: As ``step``.
+        """
+        first = self.reader.position
+        if self._journal is None:
+            count, passed = self.reader.skip(limit, last_op=self._last_op)
+        else:
+            records = self.reader.read(limit)
+            count = len(records)
+            passed = [r for r in records if type(r) in _PASSED or (type(r) is Times and r.op <= self._last_op)]
+        if not count:
+            return 0
+        try:
+            if self._journal is not None and (new := records[max(0, self._kept - first) :]):
+                self._journal.write(new)
+            left_out = count - len(passed)
+            if left_out:
+                passed.append(Lost(NO_OP, ThreadId(0), 0, left_out, DropReason.SAMPLED_OUT))
+            self._judge(passed)
+        finally:
+            self.reader.release()
+        return count
+
     def finish(self) -> None:
         """Give open pairs their verdict and close the journal. The reader stays open."""
         try:
@@ -87,12 +126,27 @@ class RankPipeline:
             self.close()
 
     def end(self) -> None:
-        """``finish`` for a ring whose writer has ended and that was read whole: what it dropped last is stated too."""
+        """``finish`` for a ring whose writer has ended and that was read whole: what it dropped last is stated too.
+
+        ``settle`` is to follow, until it succeeds.
+        """
         lost = self.reader.unreported
-        if lost:
-            self._take(lost, lost)
+        if lost:  # an agent before this one may have kept that, and been killed before the ring was marked
+            self._take(lost[max(0, self._kept - self.reader.position) :], lost)
         self.finish()
+
+    def settle(self, *, at_last: bool = False) -> bool:
+        """Mark the ring as done, once its journal has everything or states what it has not; whether that is so.
+
+        Until then the next agent finds the ring, and sees to it. ``at_last``: mark it in any case.
+        """
+        if self._journal is not None and not self._journal.settled:
+            self._journal.close()
+        journal = self._journal
+        if journal is not None and not at_last and not journal.settled:
+            return False
         self.reader.finish()
+        return True
 
     def close(self) -> None:
         """Close the journal; open pairs stay open for an agent that goes on from there."""
@@ -108,6 +162,8 @@ class RankPipeline:
     def _judge(self, records: Sequence[AnyRecord], *, last: bool = False) -> None:
         if not self.judging:
             return
+        newest = next((int(r.op) for r in reversed(records) if type(r) not in _NOT_ISSUED), int(NO_OP))
+        self._last_op = max(self._last_op, newest)
         try:
             self.analyzer.feed(records)
             if last:

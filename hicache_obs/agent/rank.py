@@ -12,6 +12,7 @@ from typing import Final
 from hicache_obs.agent.fanout import Fanout
 from hicache_obs.agent.journals import RingJournal, journal_folder, rebuild
 from hicache_obs.agent.pipeline import Follower, RankPipeline
+from hicache_obs.agent.sampling import WINDOW_S, Backlog, Coverage
 from hicache_obs.agent.scrape_mark import ScrapeMark
 from hicache_obs.agent.writers import writer_runs
 from hicache_obs.analyzer import Analyzer
@@ -21,7 +22,8 @@ from hicache_obs.exporters.catalogue import Phase, RingProblem
 from hicache_obs.exporters.findings_board import BoardSink, FindingsBoard
 from hicache_obs.exporters.metrics_sink import MetricsSink
 from hicache_obs.exporters.prometheus import Metrics
-from hicache_obs.readers.ring import RingInfo, RingReader
+from hicache_obs.readers.ring import RingReader
+from hicache_obs.readers.ring_header import RingInfo
 from hicache_obs.records import Define, Ranks
 
 LOG: Final = logging.getLogger("hicache_obs.agent")
@@ -52,6 +54,8 @@ MIN_BATCH: Final = 64
 MAX_BATCH: Final = 8192
 TURN_NS: Final = 20_000_000
 """A batch that takes longer is halved next time: the other ranks wait meanwhile, and so does SIGTERM."""
+SETTLE_WITHIN_S: Final = 600.0
+"""So long the ring of an ended process waits for room in its journal; of ranks that crash in a loop many would wait."""
 _QUIET_S: Final = 60.0
 
 
@@ -119,7 +123,17 @@ class RankReader:
             self.done = self.reader.finished
             """Another agent has read it to its end."""
             self.blind = False
+            self.ended = False
+            """``end`` was called; the ring is kept until ``settle`` succeeds."""
+            self._ended_at = 0.0
             self._batch = 256
+            self._late = False
+            """Not all was read when the last turn ended."""
+            self._backlog, self._coverage = Backlog(), Coverage()
+            self._skip_to = 0
+            """Number of the first record behind those that are left out."""
+            self._skipped = 0
+            self._skipped_at: float | None = None
             self._accepts = accepts
             self._problems = Problems(metrics, self.rank)
             self._metrics = metrics
@@ -163,6 +177,7 @@ class RankReader:
                     max_bytes=max_bytes,
                     on_error=lambda error: self._problems.note(RingProblem.JOURNAL, f"journal {folder}: {error}"),
                     position=kept,
+                    stated=known.stated,
                     resume=known.last,
                 )
                 self._journal.learn(known.definitions)
@@ -185,15 +200,36 @@ class RankReader:
         """
         return writer_runs(self.reader.info, heartbeat_ns=self.reader.heartbeat_ns, closed=self.reader.closed)
 
+    def begin_turn(self) -> None:
+        """Records are about to be read: leave out those that wait, if there are ever more of them."""
+        late, self._late = self._late, True
+        reader = self.reader
+        try:
+            fill, pending = reader.fill, reader.pending
+        except TraceError:
+            return  # the next step meets it, too
+        if reader.position < self._skip_to or not self._backlog.hopeless(fill, late=late):
+            return
+        self._skip_to = reader.position + pending
+        if self._skipped_at is None:
+            kept = "kept in the journal and" if self._journal is not None else "not kept and"
+            LOG.warning("%s: cannot be judged in time; records are %s not judged in part from now on", self.path, kept)
+
     def step(self) -> int:
-        """Take in as many records as can be judged in a moment; returns how many.
+        """Take in as many records as can be judged in a moment, or left out; returns how many.
 
         0 means that there are none. Never raises for what is in the ring.
         """
         start_ns = time.perf_counter_ns()
         count, limit = 0, self._batch
         try:
-            count = self._pipeline.step(limit)
+            if self.reader.position < self._skip_to:
+                limit = min(limit, self._skip_to - self.reader.position)
+                count = self._pipeline.skip(limit)
+                self._skipped += count
+                self._skipped_at = time.monotonic()
+            else:
+                count = self._pipeline.step(limit)
         except TraceError as error:
             self.blind = self.done = True
             self._problems.note(RingProblem.UNREADABLE, f"{error}; it is not read any further")
@@ -204,13 +240,14 @@ class RankReader:
         self._metrics.add_overhead(Phase.ANALYZE, spent_ns, self.rank)
         if spent_ns > TURN_NS:
             self._batch = max(MIN_BATCH, limit // 2)
-        elif count == limit:
+        elif count == self._batch:
             self._batch = min(MAX_BATCH, limit * 2)
+        self._late = count > 0
         return count
 
     def end(self) -> None:
-        """Give every pair its verdict: the writer has ended, and ``step`` found nothing more."""
-        self.done = True
+        """Give every pair its verdict: the writer has ended, and ``step`` found nothing more. See ``settle``."""
+        self.ended, self._ended_at = True, time.monotonic()
         try:
             self._pipeline.end()
             self._board.refresh()
@@ -221,10 +258,19 @@ class RankReader:
             self._fail(error)
         self._show_pending()
 
+    def settle(self) -> bool:
+        """After ``end``: whether the ring needs nothing more. A journal on a full disk has to state its losses yet."""
+        try:
+            self.done = self._pipeline.settle(at_last=time.monotonic() - self._ended_at > SETTLE_WITHIN_S)
+        except TraceError as error:
+            self.blind = self.done = True
+            self._problems.note(RingProblem.UNREADABLE, str(error))
+        return self.done
+
     def leave(self) -> None:
         """The agent ends, the writer does not. With a journal the next agent goes on; without, open pairs end here."""
         try:
-            if self._journal is None and not self.done:
+            if self._journal is None and not self.done and not self.ended:
                 self._pipeline.finish()
             else:
                 self._pipeline.close()
@@ -248,6 +294,17 @@ class RankReader:
         if seen is not None:
             self._metrics.set_observable(seen, self.rank)
         self._show_pending()
+        self._show_coverage()
+
+    def _show_coverage(self) -> None:
+        now, of = time.monotonic(), self._of
+        lost = of.total("dropped_records_total") - of.value("dropped_records_total", "unresolved")
+        share = self._coverage.share(now, analysed=of.total("records_total"), lost=lost)
+        of.gauge("coverage_ratio").set(int(share * 1e9))
+        if self._skipped_at is not None and now - self._skipped_at > WINDOW_S:
+            LOG.info("%s: is judged in full again; %d records were left out", self.path, self._skipped)
+            self._skipped, self._skipped_at = 0, None
+        of.gauge("sampling").set(int(self._skipped_at is not None))
 
     def turn(self, *, scraped: bool) -> None:
         """A cycle is over; ``scraped``: the metrics were read since the last one."""

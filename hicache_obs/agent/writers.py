@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-from hicache_obs.readers.ring import RingInfo, read_process
+from hicache_obs.readers.ring_header import RingInfo, read_process
 from hicache_obs.recorder.process import pid_namespace, process_start
+from hicache_obs.recorder.ring_directory import RingName
 
 SILENT_S: Final = 60.0
 """A writer in another process namespace, whose id says nothing here, counts as ended after so long without a beat."""
@@ -32,9 +33,29 @@ def has_ended(path: Path) -> bool:
     """Whether the process of a ring that cannot be read has surely ended."""
     process = read_process(path)
     if process is None:
-        return False
+        return _never_made(path)
     pid, start, namespace = process
     return namespace == pid_namespace() and not _runs(pid, start)
+
+
+def _never_made(path: Path) -> bool:
+    """Whether a file is the beginning of a ring whose process was killed before there was any: it states nothing, not
+    even for a minute, and no process has the id in its name.
+    """
+    name = RingName.parse(path.name)
+    try:
+        with path.open("rb") as file:
+            empty = file.read(8) in (b"", bytes(8))
+        silent_s = time.time() - path.stat().st_mtime
+    except OSError:
+        return False
+    return name is not None and empty and silent_s > SILENT_S and process_start(name.pid) is None
+
+
+def seems_to_run(path: Path) -> bool:
+    """Whether the process of a ring of another version runs, as far as can be told from here."""
+    process = read_process(path)
+    return process is not None and process[2] in (0, pid_namespace()) and _runs(*process[:2])
 
 
 def _runs(pid: int, start: int) -> bool:

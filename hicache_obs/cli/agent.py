@@ -47,6 +47,10 @@ REPORTED: Final = (Verdict.VIOLATION, Verdict.CONTRADICTION, Verdict.LATENT, Ver
     "--journal-max-bytes", type=click.IntRange(min=1 << 16), metavar="N",
     help="Size of the journals of one rank; the oldest records go first.",
 )  # fmt: skip
+@click.option(
+    "--cpu-percent", type=click.IntRange(1, 100), metavar="N",
+    help="Part of one core it may use; what it cannot judge in time is left out and counted.",
+)  # fmt: skip
 @export_options
 @click.option("--tls-cert", type=click.Path(path_type=Path), metavar="FILE", help="Serve TLS with this certificate.")
 @click.option("--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="Its key.")
@@ -66,6 +70,7 @@ def command(
     bind: str | None,
     journal: Path | None,
     journal_max_bytes: int | None,
+    cpu_percent: int | None,
     accepted_file: Path | None,
     events: str | None,
     otlp: str | None,
@@ -82,7 +87,7 @@ def command(
     and kept, exit code 0. Defaults come from the settings that 'hicache-obs doctor' lists.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="hicache-obs agent: %(message)s", force=True)
-    options = _options(directory, journal, journal_max_bytes)
+    options = _options(directory, journal, journal_max_bytes, cpu_percent)
     if textfile is not None and not once:
         raise ConfigError(f"--textfile {textfile}: needs --once; a running agent is scraped on its port")
     security = None if once else _security(tls_cert, tls_key, token_file, basic_auth_file)
@@ -97,7 +102,9 @@ def command(
     return int(ExitCode.CLEAN)
 
 
-def _options(directory: Path | None, journal: Path | None, max_bytes: int | None) -> NodeOptions:
+def _options(
+    directory: Path | None, journal: Path | None, max_bytes: int | None, cpu_percent: int | None
+) -> NodeOptions:
     from hicache_obs.agent import NodeOptions
 
     if journal is None and read_text("journal")[0]:
@@ -109,7 +116,7 @@ def _options(directory: Path | None, journal: Path | None, max_bytes: int | None
         journals=journal,
         journal_max_bytes=read_setting("journal_max_bytes")[0] if max_bytes is None else max_bytes,
         period_s=read_setting("poll_ms")[0] / 1e3,
-        cpu_share=read_setting("agent_cpu_percent")[0] / 100,
+        cpu_share=(read_setting("agent_cpu_percent")[0] if cpu_percent is None else cpu_percent) / 100,
         keep=read_text("finished")[0] == "keep",
         finished_rings=read_setting("finished_rings")[0],
     )

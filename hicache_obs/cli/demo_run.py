@@ -20,6 +20,7 @@ from hicache_obs import __version__
 from hicache_obs.agent import Agent, Fanout, Follower, RankPipeline, WatchedRing
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.tally import Defect, Tally
+from hicache_obs.cli.demo_journal import DemoJournal
 from hicache_obs.cli.lineage import ExplainingTally, Lineage
 from hicache_obs.cli.outputs import Outputs, made_up_traceparent
 from hicache_obs.config import read_setting
@@ -40,7 +41,7 @@ from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.recorded import RecordedDevice
 from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.records import AnyRecord, DefineSpace, Mode, PageIds, device
+from hicache_obs.records import DefineSpace, Mode, PageIds, device
 from hicache_obs.streams import CostModel, open_device
 from hicache_obs.streams.protocol import Device
 from hicache_obs.testing.world import SeededThreads
@@ -175,30 +176,6 @@ class ModeResult:
         if self.fence != "none":
             surprising += self.tally.unexpected(accepts) + self.corrupted_pages + self.wrong_requests
         return ExitCode.FINDINGS if surprising else ExitCode.CLEAN
-
-
-class _Journal:
-    """A journal whose disk may fail: what it does not hold it says itself, and the run goes on.
-
-    Args:
-        writer: Writes it.
-        on_failure: Told of each batch that could not be written.
-    """
-
-    def __init__(self, writer: JournalWriter, on_failure: Callable[[OSError], None]) -> None:
-        self._writer = writer
-        self._on_failure = on_failure
-
-    def write(self, records: Sequence[AnyRecord]) -> None:
-        """Keep ``records`` as one batch."""
-        try:
-            self._writer.write(records)
-        except OSError as error:
-            self._on_failure(error)
-
-    def close(self) -> None:
-        """End it."""
-        self._writer.close()
 
 
 class DemoRun:
@@ -363,7 +340,7 @@ class DemoRun:
             writer = None
             if journal and options.journal is not None:
                 kept_as = JournalWriter(options.journal / fence, rank=self._number, engine=ENGINE)
-                writer = _Journal(kept_as, self._journal_failed)
+                writer = DemoJournal(kept_as, self._journal_failed)
             reader = RingReader(ring.path)
             kept = options.journal / fence if journal and options.journal is not None else None
             followers = self._follow(WatchedRing(ring.path, reader.info, analyzer, kept), fence, check=journal)

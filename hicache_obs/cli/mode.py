@@ -8,19 +8,22 @@ from pathlib import Path
 import click
 
 from hicache_obs.cli.status import find_rings, show
-from hicache_obs.errors import TraceError
+from hicache_obs.errors import LayoutError, TraceError
 from hicache_obs.findings import ExitCode
-from hicache_obs.readers.ring import RingInfo, set_mode
+from hicache_obs.readers.ring_header import RingInfo, set_mode
 from hicache_obs.recorder.ring_directory import open_ring_directory
 from hicache_obs.records import CaptureMode
 
 
 def switch(
-    directory: Path | None, pid: int | None, rank: int | None, choose: Callable[[RingInfo], CaptureMode]
+    directory: Path | None, pid: int | None, rank: int | None, choose: Callable[[RingInfo | None], CaptureMode | None]
 ) -> ExitCode:
     """Set the mode of every chosen ring whose process runs, and show them.
 
     The ring of a process that has ended is evidence and stays as it is.
+
+    Args:
+        choose: The mode for a ring, ``None`` to leave it; asked with ``None`` for a ring of another version.
 
     Raises:
         ConfigError: The directory is refused.
@@ -30,9 +33,11 @@ def switch(
     live = [row for row in find_rings(folder, pid, rank) if row.runs]
     failed: TraceError | None = None
     for row in live:
-        assert row.state is not None
+        mode = choose(None if row.state is None else row.state.info)
         try:
-            set_mode(row.path, choose(row.state.info))
+            if mode is None:
+                raise LayoutError(f"{row.problem}; it stays as it is")
+            set_mode(row.path, mode)
         except TraceError as error:  # the others are switched all the same
             failed = error
     if failed is not None:

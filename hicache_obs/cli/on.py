@@ -8,7 +8,7 @@ import click
 
 from hicache_obs.cli.mode import switch
 from hicache_obs.cli.status import ring_options
-from hicache_obs.readers.ring import RingInfo
+from hicache_obs.readers.ring_header import RingInfo
 from hicache_obs.records import CaptureMode
 
 
@@ -22,5 +22,7 @@ def command(directory: Path | None, pid: int | None, rank: int | None) -> int:
     return int(switch(directory, pid, rank, _as_started))
 
 
-def _as_started(info: RingInfo) -> CaptureMode:
+def _as_started(info: RingInfo | None) -> CaptureMode | None:
+    if info is None:
+        return None  # what it was started with is not known
     return info.first_mode or CaptureMode.OBSERVE

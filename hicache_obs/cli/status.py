@@ -11,10 +11,10 @@ from typing import Any, Final, TypeVar
 import click
 
 from hicache_obs.agent.journals import journal_folder
-from hicache_obs.agent.writers import beat_age_s, writer_runs
-from hicache_obs.errors import TraceError
+from hicache_obs.agent.writers import beat_age_s, seems_to_run, writer_runs
+from hicache_obs.errors import LayoutError, TraceError
 from hicache_obs.findings import ExitCode
-from hicache_obs.readers.ring import RingState, read_state
+from hicache_obs.readers.ring_header import RingState, read_process, read_state
 from hicache_obs.recorder.agent_lock import running_agent
 from hicache_obs.recorder.ring_directory import RingName, list_rings, open_ring_directory
 
@@ -30,7 +30,7 @@ class RingRow:
         path: The file.
         state: What its header says; ``None`` if it cannot be read.
         problem: Why not.
-        runs: Its process still runs.
+        runs: Its process still runs; also known of a ring of another version.
         journal: Where its records are kept, empty if nowhere.
     """
 
@@ -128,6 +128,12 @@ def find_rings(folder: Path, pid: int | None, rank: int | None) -> list[RingRow]
     for path in paths:
         try:
             state = read_state(path)
+        except LayoutError as error:
+            name, process = RingName.parse(path.name), read_process(path)
+            own = None if name is None else name.ranks.tp
+            if process is not None and pid in (None, process[0]) and rank in (None, own):
+                rows.append(RingRow(path, None, str(error), seems_to_run(path), ""))
+            continue
         except TraceError as error:
             if pid is None and rank is None:
                 rows.append(RingRow(path, None, str(error), False, ""))

@@ -44,6 +44,7 @@ from hicache_obs.records import (
     PageFree,
     PageIds,
     RowsDiscarded,
+    ThreadId,
 )
 
 _END_OF_STREAM: Final = b"\xff\xff\xff\xff\0\0\0\0"
@@ -125,9 +126,27 @@ class JournalWriter:
         """
         if not records:
             return
+        self._put([*self._losses(records[0].thread, records[0].host_ns), *records])
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that was to be written is there, or stated as lost."""
+        return not self._lost
+
+    def settle(self) -> None:
+        """State a loss that no later batch has stated yet.
+
+        Raises:
+            OSError: As ``write``.
+        """
         if self._lost:
-            last = records[0]
-            records = [Lost(NO_OP, last.thread, last.host_ns, self._lost, DropReason.MISSING), *records]
+            self._put(self._losses(ThreadId(0), 0))
+
+    def _losses(self, thread: ThreadId, host_ns: int) -> list[AnyRecord]:
+        return [Lost(NO_OP, thread, host_ns, self._lost, DropReason.MISSING)] if self._lost else []
+
+    def _put(self, records: Sequence[AnyRecord]) -> None:
+        """Append ``records``, which begin with what was lost before them."""
         try:
             if self._segment is None:
                 self._segment = self._next_segment()
@@ -141,7 +160,7 @@ class JournalWriter:
             self._finish_segment()
 
     def close(self) -> None:
-        """End the last segment. Idempotent; ``write`` after it starts a new segment."""
+        """End the last segment. Idempotent; ``write`` after it starts a new segment. See ``settle``."""
         self._finish_segment()
 
     def _finish_segment(self) -> None:

@@ -10,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from hicache_obs import __version__
 from hicache_obs.errors import AgentRunning, ConfigError
+from hicache_obs.records import RING_VERSION
 
 FILE_NAME: Final = "agent.lock"
 _MAX_BYTES: Final = 4096
@@ -51,8 +53,9 @@ class AgentLock:
         return False
 
     def describe(self, **facts: str) -> None:
-        """Leave word of this process for ``hicache-obs status``: its id and ``facts``."""
-        text = json.dumps({"pid": str(os.getpid()), **facts}).encode()
+        """Leave word of this process for ``hicache-obs status``: its id, which rings it reads, and ``facts``."""
+        own = {"pid": str(os.getpid()), "version": __version__, "layout": str(RING_VERSION)}
+        text = json.dumps({**own, **facts}).encode()
         with suppress(OSError):  # a full disk: the lock holds without the words
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, text, 0)

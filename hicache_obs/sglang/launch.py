@@ -9,8 +9,10 @@ import sys
 import threading
 from typing import Final
 
+from hicache_obs import __version__
 from hicache_obs.recorder.agent_lock import running_agent
 from hicache_obs.recorder.ring_directory import open_ring_directory
+from hicache_obs.records import RING_VERSION
 
 _LOG: Final = logging.getLogger("hicache_obs.sglang")
 
@@ -18,11 +20,14 @@ _LOG: Final = logging.getLogger("hicache_obs.sglang")
 def start_agent() -> None:
     """Start ``hicache-obs agent`` for the ring directory, detached from this process. Never raises.
 
-    Nothing is started if one runs; of two that start at the same moment one ends at once.
+    Nothing is started if one runs; of two that start at the same moment one ends at once. One that runs and cannot
+    read this process's ring is told of in the log: it is of another version, and somebody has to restart it.
     """
     try:
         directory = open_ring_directory()
-        if running_agent(directory):
+        agent = running_agent(directory)
+        if agent:
+            _compare(agent)
             return
         environment = {name: value for name, value in os.environ.items() if name != "HICACHE_OBS"}
         process = subprocess.Popen(
@@ -37,3 +42,17 @@ def start_agent() -> None:
         threading.Thread(target=process.wait, name="hicache-obs-agent-wait", daemon=True).start()
     except Exception as error:  # noqa: BLE001 the server comes first
         _LOG.warning("hicache-obs: the agent was not started: %s", error)
+
+
+def _compare(agent: dict[str, str]) -> None:
+    layout = agent.get("layout", str(RING_VERSION))
+    if layout != str(RING_VERSION):
+        _LOG.warning(
+            "hicache-obs: the agent that runs here (process %s, version %s) reads ring layout %s, this process writes "
+            "%d: it is not watched until an agent of version %s takes over",
+            agent["pid"],
+            agent.get("version", "unknown"),
+            layout,
+            RING_VERSION,
+            __version__,
+        )

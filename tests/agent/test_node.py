@@ -13,6 +13,7 @@ from contextlib import closing
 import msgspec
 import pytest
 
+from hicache_obs import __version__
 from hicache_obs.agent import rank as rank_module
 from hicache_obs.agent.node import NodeAgent, NodeOptions
 from hicache_obs.cli import main
@@ -322,7 +323,8 @@ def test_a_ring_that_another_reads_is_left_to_it(node, ring, value):
 def test_a_second_agent_is_refused_until_the_first_has_ended(node, rings):
     agent, _ = node()
     agent.describe(url="http://x")
-    assert running_agent(rings) == {"pid": str(os.getpid()), "url": "http://x"}
+    own = {"pid": str(os.getpid()), "version": __version__, "layout": str(RING_VERSION)}
+    assert running_agent(rings) == {**own, "url": "http://x"}
     with pytest.raises(AgentRunning, match=rf"another agent \(process {os.getpid()}\) reads the rings in"):
         NodeAgent(NodeOptions(rings), Metrics(ranks=()))
     agent.close()
@@ -420,16 +422,40 @@ def test_run_keeps_to_its_share_of_a_core(node, ring):
     for n in range(1 << 15):
         writer.append(EventRecord(n, 0, n, n, 1))
     pauses = []
-    start = time.thread_time()
+    start, began = time.process_time(), time.monotonic()
 
     def wait(seconds):
         pauses.append(seconds)
         return len(pauses) > 8
 
     agent.run(wait)
-    spent = time.thread_time() - start
-    assert sum(pauses) >= 2.5 * spent
+    spent = time.process_time() - start
+    assert spent > 0
+    assert sum(pauses) + time.monotonic() - began >= 3.6 * spent
     assert all(pause >= 0 for pause in pauses)
+
+
+@pytest.mark.parametrize(("used_s", "pause_s"), [(0.1, 0.1), (0.01, 0.0)], ids=["alone", "others run"])
+def test_a_turn_that_others_made_long_is_not_paused_for(node, monkeypatch, used_s, pause_s):
+    """A turn of 0.1 s, of which the agent had the processor for ``used_s``, at half a core."""
+    agent, _ = node(cpu_share=0.5, period_s=0.1)
+    clock = {"used": 0.0, "now": 1000.0}
+
+    def cycle(*, budget_s):
+        clock["used"] += used_s
+        clock["now"] += budget_s
+
+    monkeypatch.setattr(agent, "cycle", cycle)
+    monkeypatch.setattr(time, "process_time", lambda: clock["used"])
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
+    pauses = []
+
+    def wait(seconds):
+        pauses.append(seconds)
+        return len(pauses) > 3
+
+    agent.run(wait)
+    assert pauses == pytest.approx([0.0] + [pause_s] * 3)
 
 
 # -- untrusted input -----------------------------------------------------------------------------------------

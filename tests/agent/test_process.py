@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from hicache_obs import __version__
 from hicache_obs.cli import main
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder.agent_lock import running_agent
-from hicache_obs.records import NO_OP, EventRecord, Lost
+from hicache_obs.records import NO_OP, RING_VERSION, EventRecord, Lost
 
 RACE = {"hazard": "waw_forward_restore"}
 
@@ -37,6 +38,8 @@ def test_one_port_serves_all_ranks_and_sigterm_ends_it(
     url = agent.url()
     assert running_agent(rings) == {
         "pid": str(agent.process.pid),
+        "version": __version__,
+        "layout": str(RING_VERSION),
         "url": url,
         "journal": str(tmp_path / "j"),
     }

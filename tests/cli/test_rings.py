@@ -11,11 +11,12 @@ from contextlib import closing
 
 import pytest
 
+from hicache_obs import __version__
 from hicache_obs.agent.node import NodeAgent, NodeOptions
 from hicache_obs.cli import main
 from hicache_obs.exporters.prometheus import Metrics
 from hicache_obs.recorder.ring_directory import create_ring
-from hicache_obs.records import CaptureMode, DropReason, EventRecord, Ranks
+from hicache_obs.records import RING_VERSION, CaptureMode, DropReason, EventRecord, Ranks
 
 
 @pytest.fixture
@@ -112,6 +113,8 @@ def test_status_as_json_names_agent_and_journal(rings, writers, tmp_path, capsys
     agent.close()
     assert found["agent"] == {
         "pid": str(os.getpid()),
+        "version": __version__,
+        "layout": str(RING_VERSION),
         "url": "http://127.0.0.1:1/metrics",
         "journal": str(tmp_path / "j"),
     }

@@ -110,6 +110,8 @@ def test_sixty_four_ranks_make_one_page(require_tool: Callable[..., Path], folde
         'dropped_records_total|reason="ring_full"': "0+10x70",
         "last_analysis_timestamp_seconds|": "1x70",
         "unread_records|": "1x70",
+        "sampling|": "1x70",
+        "coverage_ratio|": "0.5x70",
         f"fence_wait_seconds_sum|{op}": "0+3x70",
         f"op_seconds_sum|{op}": "0+4x70",
         f"op_seconds_count|{op}": "0+60x70",
@@ -199,6 +201,7 @@ def test_only_two_alerts_page() -> None:
         "HiCacheObsBlind",
         "HiCacheObsStale",
         "HiCacheObsDrops",
+        "HiCacheObsSampling",
         "HiCacheFenceShare",
         "HiCacheStuckTransfer",
     } == set(ALERTS) - PAGES - TICKETS  # fmt: skip

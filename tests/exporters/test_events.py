@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from hicache_obs.agent import Fanout
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.costs import Ignore
 from hicache_obs.errors import ConfigError
+from hicache_obs.exporters import events
 from hicache_obs.exporters.accepted import Acceptance, Accepted
 from hicache_obs.exporters.events import EventLog, LineFile
 from hicache_obs.findings import Finding
@@ -210,3 +212,22 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"--events .*link"):
         LineFile(tmp_path / "link")
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_keeps_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events"
+    file = LineFile(path)
+    file.write("first")
+    room = [3, 100]
+
+    class Nearly(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data)[: room.pop(0)])
+
+    monkeypatch.setattr(events, "_open", lambda path: Nearly(path, "ab"))
+    file.write("second")
+    assert (path.read_bytes(), file.lost) == (b"first\n", 1)
+    file.write("third")
+    assert (path.read_bytes(), file.lost) == (b"first\nthird\n", 1)

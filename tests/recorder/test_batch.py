@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hicache_obs.errors import TraceError
-from hicache_obs.readers.ring import RingReader, read_ring, set_mode
+from hicache_obs.readers.ring import RingReader, read_ring
+from hicache_obs.readers.ring_header import set_mode
 from hicache_obs.recorder.hold_back import HoldBack, late
 from hicache_obs.recorder.nvtx_ranges import NoRanges
 from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM, RingWriter

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hicache_obs.errors import StreamError
-from hicache_obs.readers.ring import RingReader, read_ring, set_mode
+from hicache_obs.readers.ring import RingReader, read_ring
+from hicache_obs.readers.ring_header import set_mode
 from hicache_obs.recorder import RangeName, RecordedDevice, Recorder, RingWriter
 from hicache_obs.recorder import recorder as recorder_module
 from hicache_obs.recorder.nvtx_ranges import NoRanges

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from hicache_obs.findings import Hazard
-from hicache_obs.readers.ring import RingReader, read_ring, set_mode
+from hicache_obs.readers.ring import RingReader, read_ring
+from hicache_obs.readers.ring_header import set_mode
 from hicache_obs.recorder.server import ServerRecorder
 from hicache_obs.records import CaptureMode, EventRecord, EventWait, WaitStream
 from hicache_obs.sglang.adapter import Adapter

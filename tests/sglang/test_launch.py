@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import closing
 
 import pytest
 
+from hicache_obs import __version__
 from hicache_obs.recorder.agent_lock import AgentLock
+from hicache_obs.records import RING_VERSION
 from hicache_obs.sglang import launch
 
 
@@ -45,6 +48,20 @@ def test_it_is_not_started_twice(started, tmp_path):
     with closing(AgentLock(tmp_path / "rings")):
         launch.start_agent()
     assert started == []
+
+
+@pytest.mark.parametrize(("step", "told"), [(-1, True), (1, True), (0, False)])
+def test_an_agent_of_another_version_is_told_of(started, tmp_path, caplog, step, told):
+    layout = RING_VERSION + step
+    (tmp_path / "rings").mkdir(mode=0o700)
+    with closing(AgentLock(tmp_path / "rings")) as lock:
+        lock.describe(version="0.0.9", layout=str(layout))
+        launch.start_agent()
+    assert started == []
+    assert (
+        f"the agent that runs here (process {os.getpid()}, version 0.0.9) reads ring layout {layout}, this process "
+        f"writes {RING_VERSION}: it is not watched until an agent of version {__version__} takes over" in caplog.text
+    ) == told
 
 
 def test_a_server_goes_on_without_it(monkeypatch, started, caplog):
