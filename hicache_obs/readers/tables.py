@@ -72,12 +72,16 @@ class SqliteTables:
         self.source = path
         try:
             self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        except sqlite3.Error as error:
+            raise TraceError(f"{path}: damaged SQLite file: {error}") from None
+        try:
             self._connection.text_factory = lambda data: data.decode(errors="replace")
             self._connection.execute("PRAGMA trusted_schema = OFF")
             self._connection.execute("PRAGMA query_only = ON")
             query = "SELECT name, sql, rootpage FROM sqlite_master WHERE type = 'table'"
             rows = self._connection.execute(query).fetchall()
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: of SQLite's own message
+            self._connection.close()
             raise TraceError(f"{path}: damaged SQLite file: {error}") from None
         self._fast = _fast_path(path)
         # A view or a virtual table runs what its author wrote; an export has neither.
