@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -87,14 +88,11 @@ def read_nsys(path: str | os.PathLike[str]) -> Profile:
         tables = open_tables(source)
     except OSError as error:
         raise TraceError(f"{source}: {error.strerror or error}") from None
-    if tables is None or not tables.columns("StringIds"):
-        if tables is not None:
-            tables.close()
-        raise TraceError(f"{source}: not an Nsight Systems export (SQLite, or a folder of Parquet or Arrow tables)")
-    try:
-        return _Export(tables).read()
-    finally:
-        tables.close()
+    if tables is not None:
+        with closing(tables):
+            if tables.columns("StringIds"):
+                return _Export(tables).read()
+    raise TraceError(f"{source}: not an Nsight Systems export (SQLite, or a folder of Parquet or Arrow tables)")
 
 
 class _Export:

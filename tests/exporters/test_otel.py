@@ -242,6 +242,7 @@ def test_metrics_mirror_the_catalogue(telemetry: Callable[..., Telemetry], otlp_
     assert receiver.metrics["hicache_obs_records_total"].sum.is_monotonic
 
 
+@pytest.mark.slow
 def test_a_burst_of_40_000_spans_loses_none_with_a_finding_and_counts_the_rest(
     telemetry: Callable[..., Telemetry], otlp_receiver: Any
 ) -> None:

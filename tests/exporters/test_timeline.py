@@ -280,6 +280,7 @@ def rounds(count: int) -> Iterator[list[AnyRecord]]:
         yield batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda file: ChromeWriter(file, 0), PerfettoWriter], ids=["chrome", "perfetto"])
 def test_memory_does_not_grow_with_the_records(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrows take 16 bytes an end and counters 40 bytes a copy; here are neither."""

@@ -172,6 +172,7 @@ def sharing(records):
     return [first.setdefault(id(ids), number) for number, ids in enumerate(arrays)]
 
 
+@pytest.mark.slow
 def test_the_strategy_makes_every_kind():
     seen = set()
 
@@ -221,6 +222,7 @@ def test_journal(batches, segment_bytes):
         start += len(batch)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.lists(histories(min_size=1, max_size=8), max_size=5), st.sampled_from([1, 3, 1 << 14]))
 def test_journal_to_parquet_to_journal(batches, group):
