@@ -89,7 +89,7 @@ def test_an_agent_that_is_down_silences_the_warnings_of_its_own_node(post: Post)
     quiet = post([on_node(DOWN, "a"), *(on_node(name, node) for name in OF_A_NODE for node in "ab")])
 
     assert quiet == {(name, "a:9464") for name in OF_A_NODE}
-    assert len(OF_A_NODE) == 5
+    assert len(OF_A_NODE) == 6
 
 
 def test_it_silences_no_page_no_ticket_and_nobody_elses_alert(post: Post) -> None:

@@ -321,7 +321,7 @@ def test_a_failed_run_leaves_no_thread_behind():
 
     before = threading.active_count()
     assert "ValueError: enough" in explore(program).failures
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # one of an earlier test may have ended meanwhile
 
 
 def test_a_run_that_is_over_makes_no_calls():
