@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.backups import Backups
 from hicache_obs.controller.ledger import ContentLedger
@@ -130,7 +128,7 @@ class RequestPages:
         slot, size = state.slot, self.radix.page_size
         pages, mine = self.table.used(state)[:full], self.table.owned(state)
         inserted = self.radix.insert(
-            np.asarray(state.tokens[: full * size], np.int64),
+            state.tokens[: full * size],
             pages,
             self.table.tenancies[slot, :full],
             self.table.sources[slot, :full],
@@ -140,6 +138,6 @@ class RequestPages:
         self.radix.unlock(state.locked)
         state.locked = inserted.last_node
         self.table.adopt(state, full)
-        taken = np.isin(mine, pages) & ~np.isin(mine, inserted.duplicate_pages)
+        taken = self.table.among(mine, pages) & ~self.table.among(mine, inserted.duplicate_pages)
         left: PageIds = mine[~taken]
         return left

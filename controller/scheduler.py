@@ -41,7 +41,7 @@ from hicache_obs.controller.model_runner import ModelRunner
 from hicache_obs.controller.page_table import PageTable
 from hicache_obs.controller.radix_cache import Node, RadixCache
 from hicache_obs.controller.request_pages import RequestPages
-from hicache_obs.controller.request_state import PrefillRow, RequestState, Waiting
+from hicache_obs.controller.request_state import PrefillRow, RequestState, Tokens, Waiting
 from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.storage_control import StorageControl
 from hicache_obs.controller.workloads import Request
@@ -215,8 +215,7 @@ class Scheduler:
                 raise ControllerError(
                     f"request {request.request_id}: needs {need} device pages, the pool has {self.device_pages.pages}"
                 )
-            tokens = request.prompt.tolist()
-            self._waiting.append(Waiting(request, tokens, request.output_length, since_ns=now_ns))
+            self._waiting.append(Waiting(request, Tokens(request.prompt), request.output_length, since_ns=now_ns))
 
     def use_storage(self, storage: StorageControl) -> None:
         """Use a third tier from now on."""
@@ -419,8 +418,7 @@ class Scheduler:
     def _admit(self, waiting: Waiting, budget: int, *, alone: bool) -> PrefillRow | None:
         """Match, lock, restore and allocate for one request; ``None``, with nothing changed, if it must wait."""
         size, tokens = self.radix.page_size, waiting.tokens
-        prompt = waiting.prompt()
-        match = self.radix.match(prompt[: (len(tokens) - 1) // size * size])  # at least one token to compute
+        match = self.radix.match(tokens[: (len(tokens) - 1) // size * size])  # at least one token to compute
         cached = match.device_len + match.host_len
         least = min(len(tokens) - cached, size) if self.options.chunked_prefill else len(tokens) - cached
         if least > budget and not alone:
@@ -511,10 +509,11 @@ class Scheduler:
         given_up = [state.request.request_id for state, _ in launched.rows if not state.alive]
         if given_up and self.on_discard is not None:
             self.on_discard(launched.result.round_id, np.array(given_up, np.int64))
+        extended = launched.mode is BatchMode.EXTEND
         for (state, final), token in zip(launched.rows, launched.result.next_tokens.tolist(), strict=True):
             if not state.alive:
                 continue  # retracted or finished since: an overrun row, its token is dropped
-            if launched.mode is BatchMode.EXTEND:
+            if extended:
                 self.backups.computed(state.locked)
             if not final:
                 continue  # a chunk: what it sampled follows the middle of a prompt
@@ -529,7 +528,7 @@ class Scheduler:
     def _finish(self, state: RequestState) -> None:
         self.counters.finished += 1
         count = state.request.output_length
-        self.outputs[state.request.request_id] = state.tokens[-count:]
+        self.outputs[state.request.request_id] = state.tokens[-count:].tolist()
         self.pages.finish(state)
         self._free_slots.append(state.slot)
         self._running.remove(state)

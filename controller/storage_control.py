@@ -189,7 +189,7 @@ class StorageControl:
 
     def _begin(self, waiting: Waiting) -> None:
         size = self.radix.page_size
-        whole = np.asarray(waiting.tokens[: (len(waiting.tokens) - 1) // size * size], np.int64)
+        whole = waiting.tokens[: (len(waiting.tokens) - 1) // size * size]
         match = self.radix.match(whole)
         first = (match.device_len + match.host_len) // size
         keys = tuple(page_keys(self.namespace, whole, size)[first:])
