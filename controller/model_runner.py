@@ -184,6 +184,7 @@ class ModelRunner(ABC):
         self.token_buffer = torch.zeros(token_slots, dtype=torch.int64, device=device.torch_device)
         self.launched_segments = 0
         self._page_bytes = pool.layout.page_bytes_per_layer
+        self.set_up()
         synchronize(self.token_buffer.device)
 
     def forward(
@@ -234,6 +235,13 @@ class ModelRunner(ABC):
                 self.launched_segments += 1
             done = self.forward_stream.record_event()
         return RoundResult(batch.round_id, done, next_tokens.numpy())
+
+    def set_up(self) -> None:
+        """What a subclass has beside; called once, at the end of construction, for those without arguments of their own.
+
+        Raises:
+            ControllerError: The pool does not suit the model.
+        """
 
     @abstractmethod
     def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> LaunchedRound:
