@@ -442,7 +442,7 @@ class Scheduler:
             self.radix.release_host(waiting.hold)
             self.counters.resumed_pages += cached // size
         if self.storage is not None:
-            self.storage.admitted(waiting.request.request_id)
+            self.storage.admitted(waiting.request.request_id, range(match.device_len, cached))
         self.radix.record_use(last, waiting.request.priority)
         self.backups.used(last)
         return self._next_chunk(state, budget)

@@ -212,13 +212,13 @@ class _Lineage:
         self._restored: dict[tuple[int, int], int] = {}  # (step, device page) -> tenancy
         self._raced: set[tuple[int, int]] = set()
         self._holds: dict[int, int] = {}  # device page -> tenancy restored to it last, or moved there since
-        self._arrived: dict[tuple[int, int], int | None] = {}  # (step, device page moved to) -> what was moved
+        self._arrived: dict[tuple[int, int], tuple[int, int | None]] = {}  # (step, moved to) -> from where, and what
         self._moves_raced: set[int] = set()
 
     def on_move(self, step: int, old: PageIds, new: PageIds) -> None:
-        held = [self._holds.get(page) for page in old.tolist()]
-        for page, tenancy in zip(new.tolist(), held, strict=True):
-            self._arrived[step, page] = tenancy
+        held = [(page, self._holds.get(page)) for page in old.tolist()]
+        for page, (origin, tenancy) in zip(new.tolist(), held, strict=True):
+            self._arrived[step, page] = origin, tenancy
             self._holds.pop(page, None)
             if tenancy is not None:
                 self._holds[page] = tenancy
@@ -247,9 +247,11 @@ class _Lineage:
         For a page that moved there in ``step``: the move, or a transfer of what was moved.
         """
         place = (step, device_page)
-        if place not in self._restored and device_page in self._moves_raced:
-            return True
-        tenancy = self._restored[place] if place in self._restored else self._arrived[place]
+        tenancy = self._restored.get(place)
+        if tenancy is None:
+            origin, tenancy = self._arrived[place]
+            if not self._moves_raced.isdisjoint((origin, device_page)):
+                return True
         return tenancy is not None and not self._raced.isdisjoint(self._moved[tenancy])
 
 
@@ -420,11 +422,9 @@ class DemoRun:
             fanout = Fanout()
             analyzer = Analyzer(fanout)
             shown = self._board.sink(ONLY_RANK, analyzer)
-            writer = None
-            if journal and options.journal is not None:
-                writer = _Journal(JournalWriter(options.journal / fence, engine=ENGINE), self._journal_failed)
-            reader = RingReader(ring.path)
             kept = options.journal / fence if journal and options.journal is not None else None
+            writer = None if kept is None else _Journal(JournalWriter(kept, engine=ENGINE), self._journal_failed)
+            reader = RingReader(ring.path)
             followers = self._follow(WatchedRing(ring.path, reader.info, analyzer, kept), fence, check=journal)
             fanout.listen([*sinks, *([shown] if journal else []), *followers])
             agent = Agent(

@@ -128,6 +128,20 @@ def test_the_axes_make_the_grid_and_values_count_once(capsys, workload):
     assert small["host_hit_tokens"] < large["host_hit_tokens"]
 
 
+def test_storage_gives_back_what_host_memory_has_lost(capsys, workload):
+    common = ("--workload", str(workload), *SMALL, "--host-ratio", "1", "--barrier", "private")
+    without = bench(capsys, *common)
+    document = bench(capsys, *common, "--storage")
+    assert (without["storage"], document["storage"]) == (False, True)
+    assert {cell["storage_hit_tokens"] for cell in without["cells"]} == {0}
+    same = ("rounds", "restored_pages", "prompt_tokens", "device_hit_tokens", "host_hit_tokens", "storage_hit_tokens")
+    assert len({tuple(cell[name] for name in same) for cell in document["cells"]}) == 1
+    found, lost = cell(document, fence="page"), cell(without, fence="page")
+    assert 0 < found["storage_hit_tokens"] <= found["host_hit_tokens"]
+    assert found["host_hit_tokens"] - found["storage_hit_tokens"] <= lost["host_hit_tokens"]
+    assert found["outcome"] == cell(document, fence="stream")["outcome"] == "clean"
+
+
 def test_the_same_input_gives_the_same_output(capsys, workload, tmp_path):
     texts = []
     for name in ("a.json", "b.json"):
