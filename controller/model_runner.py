@@ -236,8 +236,8 @@ class ModelRunner(ABC):
             done = self.forward_stream.record_event()
         return RoundResult(batch.round_id, done, next_tokens.numpy())
 
-    def set_up(self) -> None:
-        """What a subclass has beside; called once, at the end of construction, for those without arguments of their own.
+    def set_up(self) -> None:  # noqa: B027 most runners have nothing to add
+        """Make what a subclass has beside, if it takes no arguments of its own. Called once, by the constructor.
 
         Raises:
             ControllerError: The pool does not suit the model.

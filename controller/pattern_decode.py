@@ -1,8 +1,8 @@
 """A decode round of the pattern model in numpy, for pools in host memory.
 
-It reads, writes and samples what ``pattern.PatternRound`` does. A decode round has a few numbers per row, so there it is
-calls that cost, and one of numpy costs a fraction of one of torch. The pool itself is read and written through torch, as
-by everybody else.
+It reads, writes and samples what ``pattern.PatternRound`` does. A decode round has a few numbers per row, so there it
+is calls that cost, and one of numpy costs a fraction of one of torch. The pool itself is read and written through
+torch, as by everybody else.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def mixed(x: Numbers) -> Numbers:
 
 
 def sampled_slots(lens: Numbers, numbers: Numbers, filled: Numbers) -> Numbers:
-    """Which token a round reads of context page ``numbers`` of a row of ``lens`` tokens, ``filled`` of them in the page.
+    """Which token a round reads of page ``numbers`` of a row of ``lens`` tokens, ``filled`` of them in the page.
 
     It changes with the length, so that every slot gets its turn.
     """
@@ -62,7 +62,7 @@ class PatternNumbers:
         self._shift = 31 - (FP8_DIGITS.bit_length() - 1 if self._wraps else HASH_BITS)
 
     def keys(self, hashes: Numbers, salts: Numbers) -> Numbers:
-        """``(layers, t, lanes) int64``: K of tokens with ``(t,)`` hashes; ``salts`` are ``key_salts``, where they are."""
+        """``(layers, t, lanes) int64``: K of tokens with ``(t,)`` hashes; ``salts``: ``key_salts`` on their device."""
         return mixed(hashes[:, None] + salts) >> self._shift
 
     def wrapped(self, chain: Chain) -> Chain:
