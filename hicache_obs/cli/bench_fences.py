@@ -238,7 +238,7 @@ def _show(console: Console, settings: Sequence[Sequence[Cell]], options: BenchOp
         highlight=False,
     )
     for cells in settings:
-        console.print(table(cells))
+        console.print(table(cells, storage=options.storage))
         advice = advise(cells)
         for line in advice.sentences() if advice is not None else ("No fenced cell is in proven order.",):
             console.print(line, highlight=False)

@@ -41,10 +41,12 @@ SMALL = ("--device-tokens", "12288", "--page-size", "128", "--clients", "3")
 def bench(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
     """The JSON on standard output, which holds nothing else, valid by the schema."""
     assert main(["bench-fences", "--json", "-", *arguments]) == code
-    document = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
     schema = json.loads((files("hicache_obs.cli") / "bench_fences.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(document, schema)
+    assert ("from storage" in " ".join(captured.err.split())) is document.get("storage", False)
     return dict(document)
 
 
