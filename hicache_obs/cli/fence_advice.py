@@ -160,8 +160,7 @@ def table(cells: Sequence[Cell], *, storage: bool) -> Table:
     title = (
         f"{setting.device_tokens:,} tokens on the device, {setting.host_ratio} × in host memory, pages of "
         f"{setting.page_size}, {setting.write_policy}\n{head.rounds:,} rounds, {head.restored_pages:,} restored pages; "
-        f"prompt hits: {device} device, {host} host"
-        + (f", {stored} of it from storage" if storage else "")
+        f"prompt hits: {device} device, {host} host" + (f", {stored} of it from storage" if storage else "")
     )
     made = Table(
         title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
