@@ -23,7 +23,7 @@ def test_both_ways_agree(lab, monkeypatch, kv, fence, graphs):
     monkeypatch.setattr(DecodeRound, "_begin", lambda self: (launched.append(self), begin(self))[1])
 
     def in_torch(engine):
-        engine.runner._on_host = False
+        engine.runner._host_pool = None
 
     numpy = lab.run(requests, runner="pattern", fence=fence, kv=kv)
     assert len(launched) > 20
