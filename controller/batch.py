@@ -77,6 +77,11 @@ class ForwardBatch:
         """Number of rows."""
         return len(self.token_slots)
 
+    @property
+    def new_tokens(self) -> int:
+        """Tokens this round adds, of all rows."""
+        return self.rows if self.mode is BatchMode.DECODE else len(self.input_tokens)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,14 +17,40 @@ from hicache_obs.records import PageIds, pack_rows
 _NONE: Final[Int64Array] = np.empty(0, np.int64)
 
 
+@dataclass(slots=True, eq=False)
+class _Decoding:
+    """What decode rounds have in common that follow each other without a change of the page table.
+
+    Attributes:
+        version: Of the page table.
+        round_id: The last of them.
+        slots, new, reads, pages, tenancies: As in their batches.
+        lengths: Of the last of them: tokens of each row before the round.
+        read_counts, rows: Pages that each row reads, and ``pack_rows`` with them.
+    """
+
+    version: int
+    round_id: int
+    slots: Int64Array
+    lengths: Int64Array
+    new: Int64Array
+    reads: PageIds
+    pages: Int64Array
+    tenancies: Int64Array
+    read_counts: Int64Array
+    rows: PageIds
+
+
 class BatchBuilder:
-    """Builds batches; nothing else changes. Scheduler's thread."""
+    """Builds batches; nothing else changes. Scheduler's thread.
+
+    Arrays that have not changed since the last round are the same ones: batches never write to theirs.
+    """
 
     def __init__(self, table: PageTable, partial: Sequence[PartialPool] = ()) -> None:
         self._table = table
         self._partial = tuple(partial)
-        self._decode_reads: tuple[int, PageIds] = (-1, _NONE)
-        self._decode_rows: tuple[int, bytes, PageIds] = (-1, b"", _NONE)
+        self._decoding: _Decoding | None = None
 
     def extend(self, round_id: int, rows: Sequence[PrefillRow]) -> ForwardBatch:
         """A prefill round."""
@@ -33,89 +60,67 @@ class BatchBuilder:
         slots = np.array([row.state.slot for row in rows], np.int64)
         used = [table.used(row.state)[: -(-row.end // size)] for row in rows]
         written = [pages[row.start // size :] for pages, row in zip(used, rows, strict=True)]
-        return self._batch(
-            round_id,
-            BatchMode.EXTEND,
-            slots,
-            np.concatenate([np.asarray(row.state.tokens[row.start : row.end], np.int64) for row in rows]),
-            starts,
-            ends - starts,
-            table.distinct(used),
-            table.distinct(written),
-            table.restored(slots, starts // size),
-            pack_rows(
+        pages, tenancies = table.cells(slots, max(map(len, used)))
+        checks = table.restored(slots, starts // size)
+        return ForwardBatch(
+            round_id=round_id,
+            mode=BatchMode.EXTEND,
+            token_slots=slots,
+            input_tokens=np.concatenate([row.state.tokens[row.start : row.end] for row in rows]),
+            prefix_lens=starts,
+            new_lens=ends - starts,
+            page_table=pages,
+            page_tenancies=tenancies,
+            read_pages=table.distinct(used),
+            write_pages=table.distinct(written),
+            check_pages=checks[0],
+            check_tenancies=checks[1],
+            check_sources=checks[2],
+            row_ids=pack_rows(
                 [row.state.request.request_id for row in rows],
                 used,
                 (-(-starts // size)).tolist(),
                 [len(pages) for pages in written],
             ),
+            partial=self._parts(BatchMode.EXTEND, slots, starts, ends),
         )
 
     def decode(self, round_id: int, states: Sequence[RequestState]) -> ForwardBatch:
         """A decode round: one token for each request, behind those that are launched."""
-        table, size = self._table, self._table.page_size
-        slots = np.array([state.slot for state in states], np.int64)
-        lengths = np.array([state.launched_len for state in states], np.int64)
-        return self._batch(
-            round_id,
-            BatchMode.DECODE,
-            slots,
-            _NONE,
-            lengths,
-            np.ones(len(states), np.int64),
-            self._reads(states),
-            np.sort(table.pages[slots, lengths // size]),
-            (_NONE, _NONE, _NONE),
-            self._row_ids(states, -(-lengths // size)),
-        )
-
-    def _reads(self, states: Sequence[RequestState]) -> PageIds:
-        """Pages a decode round reads; the last round's array if nothing has changed."""
-        if self._decode_reads[0] != self._table.version:
-            reads = self._table.distinct([self._table.used(state) for state in states])
-            self._decode_reads = (self._table.version, reads)
-        return self._decode_reads[1]
-
-    def _row_ids(self, states: Sequence[RequestState], read_counts: Int64Array) -> PageIds:
-        """``pack_rows`` of a decode round; the last round's array if nothing has changed."""
-        key = self._table.version, read_counts.tobytes()
-        if self._decode_rows[:2] != key:
-            requests = [state.request.request_id for state in states]
-            pages = [self._table.used(state) for state in states]
-            self._decode_rows = *key, pack_rows(requests, pages, read_counts.tolist(), [1] * len(states))
-        return self._decode_rows[2]
-
-    def _batch(
-        self,
-        round_id: int,
-        mode: BatchMode,
-        slots: Int64Array,
-        tokens: Int64Array,
-        cached: Int64Array,
-        new: Int64Array,
-        reads: PageIds,
-        writes: PageIds,
-        checks: tuple[PageIds, Int64Array, Int64Array],
-        rows: PageIds,
-    ) -> ForwardBatch:
-        width = int((-(-(cached + new) // self._table.page_size)).max())
+        last = self._decoding
+        if last is not None and last.version == self._table.version and last.round_id == round_id - 1:
+            last.lengths = last.lengths + 1  # every change of the requests that run is one of the table, too
+            last.round_id = round_id
+        else:
+            lengths = np.array([state.launched_len for state in states], np.int64)
+            last = self._decoding = self._begin(round_id, states, lengths)
+        written, places = np.divmod(last.lengths, self._table.page_size)
+        read_counts = written + (places > 0)
+        if (read_counts != last.read_counts).any():
+            last.read_counts, last.rows = read_counts, self._row_ids(states, read_counts)
         return ForwardBatch(
             round_id=round_id,
-            mode=mode,
-            token_slots=slots,
-            input_tokens=tokens,
-            prefix_lens=cached,
-            new_lens=new,
-            page_table=self._table.pages[slots, :width],
-            page_tenancies=self._table.tenancies[slots, :width],
-            read_pages=reads,
-            write_pages=writes,
-            check_pages=checks[0],
-            check_tenancies=checks[1],
-            check_sources=checks[2],
-            row_ids=rows,
-            partial=tuple(self._part(pool, mode, slots, cached, cached + new) for pool in self._partial),
+            mode=BatchMode.DECODE,
+            token_slots=last.slots,
+            input_tokens=_NONE,
+            prefix_lens=last.lengths,
+            new_lens=last.new,
+            page_table=last.pages,
+            page_tenancies=last.tenancies,
+            read_pages=last.reads,
+            write_pages=np.sort(self._table.pages[last.slots, written]),
+            check_pages=_NONE,
+            check_tenancies=_NONE,
+            check_sources=_NONE,
+            row_ids=last.rows,
+            partial=self._parts(BatchMode.DECODE, last.slots, last.lengths, last.lengths + 1),
         )
+
+    def _parts(
+        self, mode: BatchMode, slots: Int64Array, starts: Int64Array, ends: Int64Array
+    ) -> tuple[PartialBatch, ...]:
+        """The round in each partial pool, anew each time: places come and go without a change of the page table."""
+        return tuple(self._part(pool, mode, slots, starts, ends) for pool in self._partial)
 
     def _part(
         self, pool: PartialPool, mode: BatchMode, slots: Int64Array, starts: Int64Array, ends: Int64Array
@@ -131,3 +136,26 @@ class BatchBuilder:
         if mode is BatchMode.EXTEND:
             restored = read[(pool.tenancies[read] != pool.sources[read]) & (pool.sources[read] >= 0)]
         return PartialBatch(seen, written, restored, pool.tenancies[restored], pool.sources[restored])
+
+    def _begin(self, round_id: int, states: Sequence[RequestState], lengths: Int64Array) -> _Decoding:
+        table = self._table
+        slots = np.array([state.slot for state in states], np.int64)
+        pages, tenancies = table.cells(slots, max(state.page_count for state in states))
+        read_counts: Int64Array = -(-lengths // table.page_size)
+        return _Decoding(
+            table.version,
+            round_id,
+            slots=slots,
+            lengths=lengths,
+            new=np.ones(len(states), np.int64),
+            reads=table.distinct([table.used(state) for state in states]),
+            pages=pages,
+            tenancies=tenancies,
+            read_counts=read_counts,
+            rows=self._row_ids(states, read_counts),
+        )
+
+    def _row_ids(self, states: Sequence[RequestState], read_counts: Int64Array) -> PageIds:
+        requests = [state.request.request_id for state in states]
+        pages = [self._table.used(state) for state in states]
+        return pack_rows(requests, pages, read_counts.tolist(), [1] * len(states))

@@ -26,11 +26,12 @@ import torch
 from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array, RoundResult
 from hicache_obs.controller.index_blocks import INDEX_BUFFERS
 from hicache_obs.controller.ledger import ContentLedger
-from hicache_obs.controller.model_runner import TOKEN_SLOTS, LaunchedRound
+from hicache_obs.controller.model_runner import LaunchedRound
 from hicache_obs.controller.pattern import PatternRound, PatternRunner
+from hicache_obs.controller.pattern_numbers import PatternNumbers, sampled_slots
 from hicache_obs.controller.pools import RoundPool, synchronize
 from hicache_obs.records import Access, Mode, PageIds, Space, Work
-from hicache_obs.streams.protocol import Device, Event, Graph
+from hicache_obs.streams.protocol import Event, Graph
 
 GRAPH_BUFFERS = INDEX_BUFFERS + 1
 """Ids of graphs' tensors among the buffers in records, behind that of shared metadata: inputs and tokens of each."""
@@ -87,7 +88,7 @@ class GraphRound(PatternRound):
 
     def __init__(
         self,
-        vocabulary: int,
+        numbers: PatternNumbers,
         shape: Shape,
         template: ForwardBatch,
         pool: RoundPool,
@@ -96,14 +97,14 @@ class GraphRound(PatternRound):
     ) -> None:
         device = token_buffer.device
         self.sampled = torch.zeros(shape.rows, dtype=torch.int64, device=device)
-        super().__init__(vocabulary, template, pool, ledger, token_buffer, self.sampled)
+        super().__init__(numbers, template, pool, ledger, token_buffer, self.sampled)
         self.inputs = torch.zeros(shape.words, dtype=torch.int64, device=device)
         self.shape = shape
         self._reads_all = shape.extend
         self._page_numbers = torch.arange(shape.pages, device=device)
         self._places = torch.arange(shape.pages * self.layout.page_size, device=device)
-        self._salts = self.upload(self.key_salts())
-        self._layer_salts = self.upload(self.layer_salts())
+        self._salts = self.upload(numbers.key_salts)
+        self._layer_salts = self.upload(numbers.layer_salts)
         synchronize(device)
 
     def read_inputs(self) -> None:
@@ -133,7 +134,7 @@ class GraphRound(PatternRound):
         lens = (self._prefix + 1)[:, None]
         size, pages = self.layout.page_size, self._page_numbers
         filled = (lens - pages * size).clamp(0, size)
-        slot = ((lens * 0x9E3779B1 + pages * 0x85EBCA6B) >> 7) % filled.clamp_min(1)
+        slot = sampled_slots(lens, pages, filled.clamp_min(1))
         self._used = torch.where(filled > 0, self._table, self._table[:, :1])
         self._sample_slots = (self._used * size + slot).reshape(-1)
         self._sample_weights = torch.where(filled > 0, 2 * pages + 1, 0)[..., None]
@@ -144,7 +145,7 @@ class GraphRound(PatternRound):
         k, v = (part.view(self.shape.rows, -1, self._lanes) for part in self.pool.read_pages(layer, pages))
         expected = v.roll(1, 1)
         expected[:, 0] = 0.0
-        broken: torch.Tensor = (self.wrapped(expected.add_(k)) != v) & self._in_context
+        broken: torch.Tensor = (self.numbers.wrapped(expected.add_(k)) != v) & self._in_context
         return broken.sum((1, 2))
 
     def check(self, layer: int) -> None:
@@ -183,16 +184,9 @@ class GraphRunner(PatternRunner):
         loads_awaited: Those of them that waited for a load-back.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        pool: RoundPool,
-        ledger: ContentLedger,
-        *,
-        vocabulary: int,
-        token_slots: int = TOKEN_SLOTS,
-    ) -> None:
-        super().__init__(device, pool, ledger, vocabulary=vocabulary, token_slots=token_slots)
+    def set_up(self) -> None:
+        """See ``ModelRunner.set_up``."""
+        super().set_up()
         self.replays = 0
         self.loads_awaited = 0
         self._graphs: dict[Shape, _Captured] = {}
@@ -269,7 +263,7 @@ class GraphRunner(PatternRunner):
         known = self._graphs.get(shape)
         if known is None:
             template = replace(batch, mode=BatchMode.DECODE, row_ids=None)
-            work = GraphRound(self.vocabulary, shape, template, self.pool, self.ledger, self.token_buffer)
+            work = GraphRound(self.numbers, shape, template, self.pool, self.ledger, self.token_buffer)
             layers = range(self.pool.layout.layers)
             entries = [work.read_inputs, None, *(partial(work.run, layer, layer + 1) for layer in layers)]
             known = self._graphs[shape] = _Captured(work, self.device.capture(len(self._graphs), entries))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 
 from hicache_obs.controller.batch import ForwardBatch
 from hicache_obs.controller.pattern import PatternRound, PatternRunner
+from hicache_obs.controller.pattern_numbers import MIX, sampled_slots
 from hicache_obs.controller.radix_node import Int64Array
-
-_BROKEN: Final = 0x5BD1E995
-"""What a broken link is worth in a checksum."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +50,7 @@ class HybridPatternRound(PatternRound):
         sampled = self.pool.read(layer % 2, layer, reads.slots).view(torch.int64)
         checksum = (sampled.view(self.batch.rows, -1, self._lanes) * reads.weights).sum((1, 2))
         if self._reads_all:
-            checksum = checksum + self._broken_links_of(layer, reads) * _BROKEN
+            checksum = checksum + self._broken_links_of(layer, reads) * MIX
         self._checksums.append(checksum)
 
     def advance_states(self, layer: int, states: torch.Tensor, marks: Int64Array) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,15 +95,13 @@ class HybridPatternRound(PatternRound):
         numbers = low // size + np.arange(int((last - low // size).max()) + 1)
         begin, end = np.maximum(low, numbers * size), np.minimum(lens, (numbers + 1) * size)
         there = numbers <= last
-        position = np.where(
-            there, begin + ((lens * 0x9E3779B1 + numbers * 0x85EBCA6B) >> 7) % (end - begin).clip(1), low
-        )
+        position = np.where(there, begin + sampled_slots(lens, numbers, (end - begin).clip(1)), low)
         rows = np.arange(self.batch.rows)[:, None]
         return self.slots(rows, position).reshape(-1), np.where(there, 2 * numbers + 1, 0)
 
     def _broken_links_of(self, layer: int, reads: _WindowReads) -> torch.Tensor:
         k, v = (pages.view(-1, self._lanes) for pages in self.pool.read_pages(layer, reads.pages))
-        follows = self.wrapped(v.roll(1, 0).add_(k)) == v
+        follows = self.numbers.wrapped(v.roll(1, 0).add_(k)) == v
         per_page = (reads.links & ~follows.view(-1, self.layout.page_size, self._lanes)).sum((1, 2))
         return per_page.new_zeros(self.batch.rows).index_add_(0, reads.page_rows, per_page)
 
@@ -115,4 +110,4 @@ class HybridPatternRunner(PatternRunner):
     """Launches rounds of the pattern model over hybrid pools."""
 
     def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> PatternRound:
-        return HybridPatternRound(self.vocabulary, batch, self.pool, self.ledger, self.token_buffer, next_tokens)
+        return HybridPatternRound(self.numbers, batch, self.pool, self.ledger, self.token_buffer, next_tokens)

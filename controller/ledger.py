@@ -62,6 +62,7 @@ class ContentLedger:
         generator = torch.Generator().manual_seed(_SEED)
         self._slot_weights = _odd((MAX_PAGE_SIZE,), generator).to(device)
         self._word_weights = _odd((2, MAX_TOKEN_WORDS), generator).to(device)
+        self._row_weights: Int64Array = np.empty(0, np.int64)
         synchronize(device)
 
     @property
@@ -104,6 +105,31 @@ class ContentLedger:
         weights = self._slot_weights[self._on_device(slots_in_page)]
         digests = self._token_digests(k, 0).add_(self._token_digests(v, 1)).mul_(weights)
         self.digests[:, layer].index_add_(0, self._on_device(tenancies), digests)
+
+    def add_rows(
+        self,
+        first: int,
+        tenancies: Int64Array,
+        slots_in_page: Int64Array,
+        k: npt.NDArray[np.float64],
+        v: npt.NDArray[np.float64],
+    ) -> None:
+        """``add_tokens`` of one token for each of ``n`` different tenancies, in host memory: a decode round's.
+
+        Args:
+            first: Layer of ``k[0]``.
+            tenancies, slots_in_page: ``(n,) int64``.
+            k, v: ``(layers, n, width)``.
+        """
+        words = np.concatenate((k, v), 2).view(np.int32).astype(np.int64)
+        width = words.shape[2]
+        if width != len(self._row_weights):
+            if width > 2 * MAX_TOKEN_WORDS:
+                raise ControllerError(f"ledger: {width // 2} words per token; at most {MAX_TOKEN_WORDS} are supported")
+            self._row_weights = self._word_weights[:, : width // 2].numpy().ravel()
+        weights = self._slot_weights.numpy()[slots_in_page]
+        digests = (words @ self._row_weights) * weights
+        self.digests.numpy()[tenancies, first : first + len(k)] += digests.T
 
     def check_pages(
         self,

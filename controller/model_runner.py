@@ -217,6 +217,8 @@ class ModelRunner(ABC):
         self.token_buffer = torch.zeros(token_slots, dtype=torch.int64, device=device.torch_device)
         self.launched_segments = 0
         self.on_batch: Callable[[ForwardBatch], None] | None = None
+        self._page_bytes = pool.layout.page_bytes_per_layer
+        self.set_up()
         synchronize(self.token_buffer.device)
 
     def forward(
@@ -246,6 +248,7 @@ class ModelRunner(ABC):
         next_tokens = torch.empty(batch.rows, dtype=torch.int64, pin_memory=self.token_buffer.device.type == "cuda")
         round_work = self.start(batch, next_tokens)
         layers = self.pool.layout.layers
+        layer_bytes = self._layer_bytes(batch)
         with self.device.stream(self.forward_stream):
             if read_metadata is not None:
                 read_metadata(batch, round_work)
@@ -258,14 +261,21 @@ class ModelRunner(ABC):
                     accesses=accesses,
                     layers=touched,
                     group=batch.round_id,
-                    size_bytes=(end - first) * self._layer_bytes(batch),
+                    size_bytes=(end - first) * layer_bytes,
                     rows=batch.row_ids,
-                    tokens=int(batch.new_lens.sum()),
+                    tokens=batch.new_tokens,
                 )
                 self.device.launch(partial(round_work.run, first, end), work)
                 self.launched_segments += 1
             done = self.forward_stream.record_event()
         return RoundResult(batch.round_id, done, next_tokens.numpy())
+
+    def set_up(self) -> None:  # noqa: B027 most runners have nothing to add
+        """Make what a subclass has beside, if it takes no arguments of its own. Called once, by the constructor.
+
+        Raises:
+            ControllerError: The pool does not suit the model.
+        """
 
     @abstractmethod
     def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> LaunchedRound:
@@ -288,6 +298,5 @@ class ModelRunner(ABC):
             self.on_batch(batch)
 
     def _layer_bytes(self, batch: ForwardBatch) -> int:
-        layout = self.pool.layout
-        token_bytes = layout.page_bytes_per_layer // layout.page_size
-        return len(batch.read_pages) * layout.page_bytes_per_layer + int(batch.new_lens.sum()) * token_bytes
+        token_bytes = self._page_bytes // self.pool.layout.page_size
+        return len(batch.read_pages) * self._page_bytes + batch.new_tokens * token_bytes

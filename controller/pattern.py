@@ -18,16 +18,11 @@ import torch
 
 from hicache_obs.controller.batch import BatchMode, ForwardBatch, Int64Array
 from hicache_obs.controller.ledger import ContentLedger
-from hicache_obs.controller.model_runner import TOKEN_SLOTS, ModelRunner, RoundWork
-from hicache_obs.controller.pools import FP8_DIGITS, RoundPool
+from hicache_obs.controller.model_runner import LaunchedRound, ModelRunner, RoundWork
+from hicache_obs.controller.pattern_decode import DecodePlan, DecodeRound
+from hicache_obs.controller.pattern_numbers import MIX, POSITION, TOKEN, PatternNumbers, mixed, sampled_slots
+from hicache_obs.controller.pools import DevicePool, RoundPool
 from hicache_obs.errors import ControllerError
-from hicache_obs.streams.protocol import Device
-
-HASH_BITS = 24
-"""Bits of one K. The sum over a context of 2**29 tokens still fits float64's 53 bits."""
-_MASK = 2**31 - 1
-# Odd multipliers below 2**31: a product of two masked values stays inside int64.
-_TOKEN, _POSITION, _LAYER, _LANE, _MIX = 0x2C1B3C6D, 0x297A2D39, 0x1B873593, 0x4CF5AD43, 0x5BD1E995
 
 
 class PatternRound(RoundWork):
@@ -35,7 +30,7 @@ class PatternRound(RoundWork):
 
     def __init__(
         self,
-        vocabulary: int,
+        numbers: PatternNumbers,
         batch: ForwardBatch,
         pool: RoundPool,
         ledger: ContentLedger,
@@ -43,39 +38,28 @@ class PatternRound(RoundWork):
         next_tokens: torch.Tensor,
     ) -> None:
         super().__init__(batch, pool, ledger, token_buffer, next_tokens)
-        self._vocabulary = vocabulary
-        self._wraps = self.layout.form == "fp8"
-        self._bits = FP8_DIGITS.bit_length() - 1 if self._wraps else HASH_BITS
-        self._lanes = self.layout.heads * self.layout.head_dim
+        self.numbers = numbers
+        self._lanes = numbers.lanes
         self._reads_all = batch.mode is BatchMode.EXTEND
 
     def embed(self) -> None:
         hashes = self.hashes(self.upload(self.positions))
         self._last_hashes = hashes.index_select(0, self.upload(self.last))
-        self._layer_salts = self.upload(self.layer_salts())
-        self._new_k = self.new_keys(hashes, self.upload(self.key_salts()))
+        self._layer_salts = self.upload(self.numbers.layer_salts)
+        self._new_k = self.new_keys(hashes, self.upload(self.numbers.key_salts))
         self._checksums: list[torch.Tensor] = []
         self._prepare_chain()
         self._prepare_sample()
         if self._reads_all:
             self._prepare_full_read()
 
-    def layer_salts(self) -> Int64Array:
-        """``(layers,) int64``, the same for every round."""
-        return np.arange(1, self.layout.layers + 1, dtype=np.int64) * _LAYER
-
-    def key_salts(self) -> Int64Array:
-        """``(layers, 1, lanes) int64``, the same for every round."""
-        salts: Int64Array = self.layer_salts()[:, None, None] + np.arange(self._lanes) * _LANE
-        return salts
-
     def hashes(self, positions: torch.Tensor) -> torch.Tensor:
         """``(t,) int64`` of ``tokens`` at ``(t,) int64`` positions."""
-        return self.tokens * _TOKEN + positions * _POSITION
+        return self.tokens * TOKEN + positions * POSITION
 
     def new_keys(self, hashes: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
         """``(layers, t, lanes) float64``: K of the round's tokens."""
-        return (_mix(hashes[:, None] + salts) >> (31 - self._bits)).to(torch.float64)
+        return self.numbers.keys(hashes, salts).to(torch.float64)
 
     def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         k = self._new_k[layer]
@@ -87,7 +71,7 @@ class PatternRound(RoundWork):
             sums = k.cumsum(0)
             before_row = (sums - k)[self._row_starts]
             v = sums - before_row[self._token_rows] + base[self._token_rows]
-        v = self.wrapped(v)
+        v = self.numbers.wrapped(v)
         shape = (-1, self.layout.heads, self.layout.head_dim)
         return k.view(shape), v.view(shape)
 
@@ -98,18 +82,14 @@ class PatternRound(RoundWork):
         weighted = sampled.view(self.batch.rows, -1, self._lanes) * self._sample_weights
         checksum = weighted.sum((1, 2))
         if self._reads_all:
-            checksum = checksum + self.broken_links(layer) * _MIX
+            checksum = checksum + self.broken_links(layer) * MIX
         self._checksums.append(checksum)
 
     def sample(self) -> torch.Tensor:
         checksums = torch.stack(self._checksums, 1)
         # Integers in a float64 differ in the high bits only.
-        folded = _mix(checksums ^ (checksums >> 21) ^ (checksums >> 42))
-        return _mix(self._last_hashes + (folded * self._layer_salts).sum(1)) % self._vocabulary
-
-    def wrapped(self, chain: torch.Tensor) -> torch.Tensor:
-        """Values of the chain as the pool can hold them."""
-        return chain.remainder(FP8_DIGITS) if self._wraps else chain
+        folded = mixed(checksums ^ (checksums >> 21) ^ (checksums >> 42))
+        return mixed(self._last_hashes + (folded * self._layer_salts).sum(1)) % self.numbers.vocabulary
 
     def _prepare_chain(self) -> None:
         """Where each row's chain goes on: the slot before its first new token, if any."""
@@ -121,7 +101,7 @@ class PatternRound(RoundWork):
             self._row_starts = self.upload(self.last + 1 - self.batch.new_lens)
 
     def _prepare_sample(self) -> None:
-        """One token per context page; which one changes with the position, so that every slot gets its turn.
+        """One token per context page.
 
         Padding reads the row's own first page with weight 0: page 0, in unused cells, belongs to someone else.
         """
@@ -129,7 +109,7 @@ class PatternRound(RoundWork):
         lens = self.context_lens[:, None]
         pages = np.arange(-(-int(lens.max()) // page_size))
         filled = np.clip(lens - pages * page_size, 0, page_size)
-        slot = ((lens * 0x9E3779B1 + pages * 0x85EBCA6B) >> 7) % np.maximum(filled, 1)
+        slot = sampled_slots(lens, pages, np.maximum(filled, 1))
         table = self.batch.page_table[:, : len(pages)]
         table = np.where(filled > 0, table, table[:, :1])
         self._sample_slots = self.upload((table * page_size + slot).reshape(-1))
@@ -153,7 +133,7 @@ class PatternRound(RoundWork):
         """``(n,) int64``: places in each row's context where ``V[p] != V[p - 1] + K[p]``."""
         k, v = (pages.view(-1, self._lanes) for pages in self.pool.read_pages(layer, self._context_pages))
         expected = v.roll(1, 0).index_fill_(0, self._first_slots, 0.0)
-        broken = (self.wrapped(expected.add_(k)) != v).view(-1, self.layout.page_size, self._lanes)
+        broken = (self.numbers.wrapped(expected.add_(k)) != v).view(-1, self.layout.page_size, self._lanes)
         broken[self._tail_pages] &= self._tail_valid
         per_page = broken.sum((1, 2))
         return per_page.new_zeros(self.batch.rows).index_add_(0, self._page_rows, per_page)
@@ -162,25 +142,25 @@ class PatternRound(RoundWork):
 class PatternRunner(ModelRunner):
     """Launches rounds of the pattern model."""
 
-    def __init__(
-        self,
-        device: Device,
-        pool: RoundPool,
-        ledger: ContentLedger,
-        *,
-        vocabulary: int,
-        token_slots: int = TOKEN_SLOTS,
-    ) -> None:
-        super().__init__(device, pool, ledger, vocabulary=vocabulary, token_slots=token_slots)
-        if pool.layout.dtype != torch.float64:
-            raise ControllerError(f"the pool has dtype {pool.layout.dtype}; the pattern model's integers need float64")
+    def set_up(self) -> None:
+        """See ``ModelRunner.set_up``."""
+        dtype = self.pool.layout.dtype
+        if dtype != torch.float64:
+            raise ControllerError(f"the pool has dtype {dtype}; the pattern model's integers need float64")
+        self.numbers = PatternNumbers(self.vocabulary, self.pool.layout)
+        on_host = self.token_buffer.device.type == "cpu"
+        self._host_pool = self.pool if on_host and isinstance(self.pool, DevicePool) else None
+        self._plan: DecodePlan | None = None
 
-    def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> PatternRound:
-        return PatternRound(self.vocabulary, batch, self.pool, self.ledger, self.token_buffer, next_tokens)
+    def start(self, batch: ForwardBatch, next_tokens: torch.Tensor) -> LaunchedRound:
+        buffers = self.ledger, self.token_buffer, next_tokens
+        if self._host_pool is not None and batch.mode is BatchMode.DECODE and not len(batch.check_pages):
+            return DecodeRound(self.numbers, self._planned(batch), batch, self._host_pool, *buffers)
+        return PatternRound(self.numbers, batch, self.pool, *buffers)
 
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Well spread 31-bit values; exact integer arithmetic on every device."""
-    x = x & _MASK
-    x = ((x ^ (x >> 15)) * _MIX) & _MASK
-    return x ^ (x >> 13)
+    def _planned(self, batch: ForwardBatch) -> DecodePlan:
+        page_size = self.pool.layout.page_size
+        counts: Int64Array = batch.prefix_lens // page_size + 1
+        if self._plan is None or not self._plan.fits(batch, counts):
+            self._plan = DecodePlan.of(batch, counts, page_size)
+        return self._plan

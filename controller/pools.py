@@ -156,7 +156,8 @@ class DevicePool:
     """KV pages on the device.
 
     Construction blocks until the pages are filled; that is the only device work outside a launched function.
-    All methods are for launched functions. A *slot* is a token's place: ``page * page_size + place in the page``.
+    All methods are for launched functions. A *slot* is a token's place: ``page * page_size + place in the page``; a
+    *place* is a slot at a layer: ``layer * pages * page_size + slot``.
 
     Attributes:
         layout: Its shape.
@@ -176,7 +177,8 @@ class DevicePool:
             needed=layout.pool_bytes,
             available=available,
         )
-        self._slots = tuple(buffer.flatten(1, 2).unbind() for buffer in self.buffers)
+        self._places = tuple(buffer.flatten(0, 2) for buffer in self.buffers)
+        self._layers = tuple(zip(*(buffer.flatten(1, 2).unbind() for buffer in self.buffers), strict=True))
         synchronize(device)
 
     @property
@@ -211,14 +213,11 @@ class DevicePool:
 
     def read(self, part: int, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """``(n, heads, head_dim)`` of ``layout.dtype``: K (``part`` 0) or V (1) of ``(n,) int64`` slots."""
-        if self.layout.form == "mha":
-            return self._slots[part][layer].index_select(0, slots)
-        if self.layout.form == "mla":
-            start = part * self.layout.head_dim
-            return self._slots[0][layer].narrow(-1, start, self.layout.head_dim).index_select(0, slots)
-        # Bytes are gathered: not every device has an index kernel for float8.
-        digits = self._slots[part][layer].view(torch.uint8).index_select(0, slots).view(FP8)
-        return digits.to(self.layout.dtype) * self._slots[2 + part][layer].index_select(0, slots)[..., None]
+        return self._read(self._layers[layer], part, slots)
+
+    def read_places(self, part: int, places: torch.Tensor) -> torch.Tensor:
+        """``read`` of ``(n,) int64`` places: at several layers at once."""
+        return self._read(self._places, part, places)
 
     def read_pages(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, ``(n, page_size, heads, head_dim)`` each, of ``(n,) int64`` pages."""
@@ -246,18 +245,35 @@ class DevicePool:
 
         Form fp8 scales each token and head by a power of two, so that values of four significant bits are exact.
         """
+        self._write(self._layers[layer], slots, k, v)
+
+    def write_places(self, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """``write`` in ``(n,) int64`` places: at several layers at once."""
+        self._write(self._places, places, k, v)
+
+    def _read(self, buffers: tuple[torch.Tensor, ...], part: int, rows: torch.Tensor) -> torch.Tensor:
         if self.layout.form == "mha":
-            self._slots[0][layer].index_copy_(0, slots, k)
-            self._slots[1][layer].index_copy_(0, slots, v)
+            return buffers[part].index_select(0, rows)
+        if self.layout.form == "mla":
+            start = part * self.layout.head_dim
+            return buffers[0].narrow(-1, start, self.layout.head_dim).index_select(0, rows)
+        # Bytes are gathered: not every device has an index kernel for float8.
+        digits = buffers[part].view(torch.uint8).index_select(0, rows).view(FP8)
+        return digits.to(self.layout.dtype) * buffers[2 + part].index_select(0, rows)[..., None]
+
+    def _write(self, buffers: tuple[torch.Tensor, ...], rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if self.layout.form == "mha":
+            buffers[0].index_copy_(0, rows, k)
+            buffers[1].index_copy_(0, rows, v)
         elif self.layout.form == "mla":
-            self._slots[0][layer].index_copy_(0, slots, torch.cat((k, v), -1))
+            buffers[0].index_copy_(0, rows, torch.cat((k, v), -1))
         else:
             for part, values in enumerate((k, v)):
                 largest = values.abs().amax(-1).clamp_min(1.0)
                 scales = torch.exp2(torch.floor(torch.log2(largest)) - 3.0)
                 digits = (values / scales[..., None]).to(FP8).view(torch.uint8)
-                self._slots[part][layer].view(torch.uint8).index_copy_(0, slots, digits)
-                self._slots[2 + part][layer].index_copy_(0, slots, scales.to(torch.float32))
+                buffers[part].view(torch.uint8).index_copy_(0, rows, digits)
+                buffers[2 + part].index_copy_(0, rows, scales.to(torch.float32))
 
 
 class HostPool:

@@ -154,7 +154,7 @@ class RequestPages:
         slot, size = state.slot, self.radix.page_size
         pages, mine = self.table.used(state)[:full], self.table.owned(state)
         inserted = self.radix.insert(
-            np.asarray(state.tokens[: full * size], np.int64),
+            state.tokens[: full * size],
             pages,
             self.table.tenancies[slot, :full],
             self.table.sources[slot, :full],
@@ -165,7 +165,7 @@ class RequestPages:
         state.locked = inserted.last_node
         self.table.adopt(state, full)
         self._swap(state, pages)
-        taken = np.isin(mine, pages) & ~np.isin(mine, inserted.duplicate_pages)
+        taken = self.table.among(mine, pages) & ~self.table.among(mine, inserted.duplicate_pages)
         left: PageIds = mine[~taken]
         return left
 

@@ -11,6 +11,34 @@ from hicache_obs.controller.radix_node import Int64Array
 from hicache_obs.controller.workloads import Request
 
 
+class Tokens:
+    """Prompt and output tokens of a request. Scheduler's thread.
+
+    A slice is ``(n,) int64``; it may be a view of the prompt, which is never copied otherwise.
+
+    Attributes:
+        append: Adds one output token.
+    """
+
+    __slots__ = ("_output", "_prompt", "append")
+
+    def __init__(self, prompt: Int64Array) -> None:
+        self._prompt = prompt
+        self._output: list[int] = []
+        self.append = self._output.append
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._output)
+
+    def __getitem__(self, part: slice) -> Int64Array:
+        start, end, _ = part.indices(len(self))
+        given = len(self._prompt)
+        if end <= given:
+            return self._prompt[start:end]
+        added = np.array(self._output[max(start - given, 0) : end - given], np.int64)
+        return added if start >= given else np.concatenate((self._prompt[start:], added))
+
+
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A request that is not admitted.
@@ -24,15 +52,10 @@ class Waiting:
     """
 
     request: Request
-    tokens: list[int]
+    tokens: Tokens
     remaining: int
     hold: HostHold | None = None
     since_ns: int = 0
-
-    def prompt(self) -> Int64Array:
-        """``(n,) int64``: ``tokens``."""
-        prompt = self.request.prompt
-        return prompt if len(self.tokens) == len(prompt) else np.asarray(self.tokens, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +74,7 @@ class RequestState:
     """
 
     request: Request
-    tokens: list[int]
+    tokens: Tokens
     remaining: int
     slot: int
     launched_len: int

@@ -44,7 +44,7 @@ from hicache_obs.controller.partial_pool import PartialPools
 from hicache_obs.controller.radix_cache import Match, Node, RadixCache
 from hicache_obs.controller.radix_node import Int64Array
 from hicache_obs.controller.request_pages import RequestPages
-from hicache_obs.controller.request_state import PrefillRow, RequestState, Waiting
+from hicache_obs.controller.request_state import PrefillRow, RequestState, Tokens, Waiting
 from hicache_obs.controller.scheduler_counters import Restored, SchedulerCounters
 from hicache_obs.controller.scheduler_options import SchedulerOptions
 from hicache_obs.controller.storage_control import StorageControl
@@ -186,8 +186,7 @@ class Scheduler:
                 raise ControllerError(
                     f"request {request.request_id}: needs {need} device pages, the pool has {self.device_pages.pages}"
                 )
-            tokens = request.prompt.tolist()
-            self._waiting.append(Waiting(request, tokens, request.output_length, since_ns=now_ns))
+            self._waiting.append(Waiting(request, Tokens(request.prompt), request.output_length, since_ns=now_ns))
 
     def use_storage(self, storage: StorageControl) -> None:
         """Use a third tier from now on."""
@@ -397,8 +396,7 @@ class Scheduler:
     def _admit(self, waiting: Waiting, budget: int, *, alone: bool) -> PrefillRow | None:
         """Match, lock, restore and allocate for one request; ``None``, with nothing changed, if it must wait."""
         size, tokens = self.radix.page_size, waiting.tokens
-        prompt = waiting.prompt()
-        match = self._match(prompt[: (len(tokens) - 1) // size * size])  # at least one token to compute
+        match = self._match(tokens[: (len(tokens) - 1) // size * size])  # at least one token to compute
         cached = match.device_len + match.host_len
         least = min(len(tokens) - cached, size) if self.options.chunked_prefill else len(tokens) - cached
         if least > budget and not alone:
@@ -427,7 +425,7 @@ class Scheduler:
             self.radix.release_host(waiting.hold)
             self.counters.resumed_pages += cached // size
         if self.storage is not None:
-            self.storage.admitted(waiting.request.request_id)
+            self.storage.admitted(waiting.request.request_id, range(match.device_len, cached))
         self.radix.record_use(last, waiting.request.priority)
         self.backups.used(last)
         return self._next_chunk(state, budget)
@@ -511,11 +509,12 @@ class Scheduler:
         given_up = [state.request.request_id for state, _ in launched.rows if not state.alive]
         if given_up and self.on_discard is not None:
             self.on_discard(launched.result.round_id, np.array(given_up, np.int64))
+        extended = launched.mode is BatchMode.EXTEND
         tokens = self.agree("tokens", launched.result.next_tokens.tolist())
         for (state, final), token in zip(launched.rows, tokens, strict=True):
             if not state.alive:
                 continue  # retracted or finished since: an overrun row, its token is dropped
-            if launched.mode is BatchMode.EXTEND:
+            if extended:
                 self.backups.computed(state.locked)
             if not final:
                 continue  # a chunk: what it sampled follows the middle of a prompt
@@ -530,7 +529,7 @@ class Scheduler:
     def _finish(self, state: RequestState) -> None:
         self.counters.finished += 1
         count = state.request.output_length
-        self.outputs[state.request.request_id] = state.tokens[-count:]
+        self.outputs[state.request.request_id] = state.tokens[-count:].tolist()
         self.pages.finish(state)
         self._free_slots.append(state.slot)
         self._running.remove(state)

@@ -40,6 +40,7 @@ class Prefetch:
         since_ns: When it began.
         job: What the thread works on; ``None`` once it is over.
         found: Pages that are stored, but are not read yet, because too many others are on their way.
+        taken: Pages, from ``first`` on, that have arrived and that the tree took.
         given_up: The request has been admitted, or is gone.
     """
 
@@ -49,6 +50,7 @@ class Prefetch:
     since_ns: int
     job: Job | None = None
     found: int = 0
+    taken: int = 0
     given_up: bool = False
 
 
@@ -58,6 +60,7 @@ class StorageControlCounters:
 
     Attributes:
         prefetched_pages: Pages from storage that the tree took.
+        hit_tokens: Of admitted requests: tokens restored from pages that their own prefetch had brought.
         dropped_pages: Pages that arrived when their prefix was gone, or the tree had them meanwhile.
         no_memory: Prefetches cut short because host memory was full.
         postponed: Times that a prefetch had to wait because ``max_prefetch_pages`` were on their way.
@@ -66,6 +69,7 @@ class StorageControlCounters:
     """
 
     prefetched_pages: int = 0
+    hit_tokens: int = 0
     dropped_pages: int = 0
     no_memory: int = 0
     postponed: int = 0
@@ -136,9 +140,17 @@ class StorageControl:
             return True
         return self.replies.now_ns() - prefetch.since_ns < self.config.timeout_ms * _MS
 
-    def admitted(self, request_id: int) -> None:
-        """The request does not need its prefetch any more. What has arrived by the reply is kept."""
+    def admitted(self, request_id: int, host_hits: range) -> None:
+        """The request does not need its prefetch any more. What has arrived by the reply is kept.
+
+        Args:
+            request_id: The request.
+            host_hits: Its tokens that are restored from host memory.
+        """
         prefetch = self._prefetches.pop(request_id, None)
+        if prefetch is not None:
+            start, end = (pages * self.radix.page_size for pages in (prefetch.first, prefetch.first + prefetch.taken))
+            self.counters.hit_tokens += len(range(max(host_hits.start, start), min(host_hits.stop, end)))
         if prefetch is not None and prefetch.job is not None:
             self.counters.timeouts += 1
             self._give_up(prefetch)
@@ -195,7 +207,7 @@ class StorageControl:
 
     def _begin(self, waiting: Waiting) -> None:
         size = self.radix.page_size
-        whole = np.asarray(waiting.tokens[: (len(waiting.tokens) - 1) // size * size], np.int64)
+        whole = waiting.tokens[: (len(waiting.tokens) - 1) // size * size]
         match = self.radix.match(whole)
         first = (match.device_len + match.host_len) // size
         keys = tuple(page_keys(self.namespace, whole, size)[first:])
@@ -248,7 +260,8 @@ class StorageControl:
             match = self.radix.match(tokens[: prefetch.first * self.radix.page_size])
             self.backups.ensure(match.last_node)  # host-only nodes hang below nodes in host memory
         inserted = self.radix.insert_host(tokens, prefetch.first, pages[: done.count], done.tags)
-        self.counters.prefetched_pages += done.count - len(inserted.left_pages)
+        prefetch.taken = done.count - len(inserted.left_pages)
+        self.counters.prefetched_pages += prefetch.taken
         self.counters.dropped_pages += len(inserted.left_pages)
         self.backups.free(np.concatenate([inserted.left_pages, pages[done.count :]]))
 

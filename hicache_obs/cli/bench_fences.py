@@ -65,6 +65,10 @@ _POSITIVE: Final = click.IntRange(min=1)
     help="What a transfer waits for: nothing, the whole forward stream, or the rounds that use its pages.",
 )  # fmt: skip
 @click.option(
+    "--storage", is_flag=True,
+    help="Add a third tier that holds all that was ever written back, and takes no time: what it could give at most.",
+)  # fmt: skip
+@click.option(
     "--clients", type=click.IntRange(1, 1024), default=16, show_default=True, metavar="N",
     help="Requests in the system; the next one comes when one has finished.",
 )  # fmt: skip
@@ -108,6 +112,7 @@ def command(
     plot: Path | None,
     json_file: str | None,
     clients: int,
+    storage: bool,
     **others: Any,
 ) -> int:
     """Compare barriers and fences on a workload, in virtual time.
@@ -128,7 +133,7 @@ def command(
         writable_json(str(plot), "--plot", source=workload)
     axes = {name: tuple(dict.fromkeys(others[name])) for name in _AXES}
     work = _requests(workload, requests, seed)
-    options, grid = _prepare(work, clients, others, axes)
+    options, grid = _prepare(work, clients, others, axes, storage=storage)
     started = time.perf_counter()
     cells = _run(grid, options)
     spent_s = time.perf_counter() - started
@@ -168,7 +173,7 @@ def _requests(workload: Path | None, requests: int | None, seed: int) -> Sequenc
 
 
 def _prepare(
-    work: Sequence[Request], clients: int, costs: dict[str, Any], axes: dict[str, Any]
+    work: Sequence[Request], clients: int, costs: dict[str, Any], axes: dict[str, Any], *, storage: bool
 ) -> tuple[BenchOptions, Grid]:
     import torch
 
@@ -177,7 +182,7 @@ def _prepare(
     torch.set_num_threads(1)  # the tensors are tiny
     grid = Grid(**axes)
     check_sizes(grid, work)
-    return BenchOptions(work, clients, _costs(costs)), grid
+    return BenchOptions(work, clients, _costs(costs), storage), grid
 
 
 def _costs(options: dict[str, Any]) -> ServingCosts:
@@ -217,6 +222,7 @@ def _document(settings: Sequence[Sequence[Cell]], options: BenchOptions) -> dict
     return {
         "requests": len(options.requests),
         "clients": options.clients,
+        "storage": options.storage,
         "cost_model": costs,
         "cells": [cell_json(cell) for cells in settings for cell in cells],
         "advice": [advice.as_json() for advice in found],
@@ -232,7 +238,7 @@ def _show(console: Console, settings: Sequence[Sequence[Cell]], options: BenchOp
         highlight=False,
     )
     for cells in settings:
-        console.print(table(cells))
+        console.print(table(cells, storage=options.storage))
         advice = advise(cells)
         for line in advice.sentences() if advice is not None else ("No fenced cell is in proven order.",):
             console.print(line, highlight=False)

@@ -66,7 +66,7 @@ class _Defaults:
         pattern = runner == "pattern"
         self.page_size = 512 if pattern else 16
         self.requests = 400 if pattern else 160
-        self.device_pages = 1024 if pattern and real else 768 if pattern else 48
+        self.device_pages = 1024 if pattern and real else 128 if pattern else 48
         self.host_pages = 16 * self.device_pages
         self.layers = 2 if pattern else 4
         self.heads, self.head_dim = (1, 1) if pattern else (2, 16)

@@ -337,12 +337,11 @@ class DemoRun:
             fanout = Fanout()
             analyzer = Analyzer(fanout)
             shown = self._board.sink(ONLY_RANK, analyzer)
-            writer = None
-            if journal and options.journal is not None:
-                kept_as = JournalWriter(options.journal / fence, rank=self._number, engine=ENGINE)
-                writer = DemoJournal(kept_as, self._journal_failed)
-            reader = RingReader(ring.path)
             kept = options.journal / fence if journal and options.journal is not None else None
+            writer = None
+            if kept is not None:
+                writer = DemoJournal(JournalWriter(kept, rank=self._number, engine=ENGINE), self._journal_failed)
+            reader = RingReader(ring.path)
             followers = self._follow(WatchedRing(ring.path, reader.info, analyzer, kept), fence, check=journal)
             fanout.listen([*sinks, *([shown] if journal else []), *followers])
             agent = Agent(

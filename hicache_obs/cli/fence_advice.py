@@ -152,14 +152,15 @@ def costs_line(costs: ServingCosts, clients: int) -> str:
     )
 
 
-def table(cells: Sequence[Cell]) -> Table:
-    """The cells of one setting."""
+def table(cells: Sequence[Cell], *, storage: bool) -> Table:
+    """The cells of one setting; ``storage``: there is a third tier."""
     head, setting = cells[0], cells[0].setting
-    device, host = (_percent(hits, head.admitted_tokens) for hits in (head.device_hit_tokens, head.host_hit_tokens))
+    hits = (head.device_hit_tokens, head.host_hit_tokens, head.storage_hit_tokens)
+    device, host, stored = (_percent(tokens, head.admitted_tokens) for tokens in hits)
     title = (
         f"{setting.device_tokens:,} tokens on the device, {setting.host_ratio} × in host memory, pages of "
         f"{setting.page_size}, {setting.write_policy}\n{head.rounds:,} rounds, {head.restored_pages:,} restored pages; "
-        f"prompt hits: {device} device, {host} host"
+        f"prompt hits: {device} device, {host} host" + (f", {stored} of it from storage" if storage else "")
     )
     made = Table(
         title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
@@ -226,6 +227,7 @@ def cell_json(cell: Cell) -> dict[str, Any]:
         "prompt_tokens": cell.admitted_tokens,
         "device_hit_tokens": cell.device_hit_tokens,
         "host_hit_tokens": cell.host_hit_tokens,
+        "storage_hit_tokens": cell.storage_hit_tokens,
         "virtual_s": cell.virtual_ns / 1e9,
         "restore": cell.restore.as_json(),
         "first_token": cell.first_token.as_json(),

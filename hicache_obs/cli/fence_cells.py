@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,6 +20,7 @@ from hicache_obs.cli.fence_tally import FenceTally, Quantiles
 from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.pools import KVLayout
 from hicache_obs.controller.scheduler_options import SchedulerOptions
+from hicache_obs.controller.storage_config import StorageConfig
 from hicache_obs.controller.watching import watch_blocks
 from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ConfigError
@@ -29,6 +31,8 @@ from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.records import AnyRecord, CaptureMode, DropReason, Mode, PageIds, device
 from hicache_obs.streams.serving_cost import ServingCosts
 from hicache_obs.streams.virtual import VirtualDevice
+from hicache_obs.testing.memory_backend import MemoryBackend
+from hicache_obs.testing.world import SeededThreads
 
 LAYERS: Final = 4
 """Of the pool that stands for the model's; a load-back restores a quarter of the model at a time."""
@@ -81,11 +85,13 @@ class BenchOptions:
         requests: The workload, of full-sized tokens.
         clients: Requests in the system at any time: the next one comes when one has finished.
         costs: Of the model; what depends on the pool is filled in.
+        storage: Whether there is a third tier, in memory: it holds everything and takes no time.
     """
 
     requests: Sequence[Request]
     clients: int
     costs: ServingCosts
+    storage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,7 @@ class Cell:
         setting, barrier, fence: Which one.
         rounds, restored_pages, retractions, output_tokens: As the engine counts them.
         admitted_tokens, device_hit_tokens, host_hit_tokens: Of its prompts.
+        storage_hit_tokens: Those of the host's hits that came from storage for the request that hit.
         pairs_checked: Page pairs that the analyzer looked at.
         tally: Its findings and costs.
         restore: From the submission of a load-back, its fence included, to the end of its last copy.
@@ -114,6 +121,7 @@ class Cell:
     admitted_tokens: int
     device_hit_tokens: int
     host_hit_tokens: int
+    storage_hit_tokens: int
     pairs_checked: int
     tally: FenceTally
     restore: Quantiles
@@ -155,7 +163,10 @@ def run_cell(
     recorder = Recorder(sink, clock=bare.host_ns, ranges=NoRanges())
     recorder.define_engine(f"hicache-obs {__version__}")
     recorder.define_pool("kv", config.layers)
-    engine = build_engine(RecordedDevice(bare, recorder), config, options.requests)
+    threads = SeededThreads(recorder, 0)
+    engine = build_engine(
+        RecordedDevice(bare, recorder), config, options.requests, threads=threads, backend=MemoryBackend()
+    )
     watch_blocks(engine.controller.engine, recorder)
     _watch_pages(engine, recorder)
 
@@ -166,12 +177,14 @@ def run_cell(
             sink.records.clear()
             progress(engine.scheduler.counters.finished)
 
-    _serve(engine, options, lambda: analyse(POLL_RECORDS))
+    with closing(threads):
+        _serve(engine, options, lambda: analyse(POLL_RECORDS))
+        engine.close()
     virtual_ns = bare.host_ns()
     bare.close()
     analyse(0)
     analyzer.finish()
-    counters = engine.scheduler.counters
+    counters, storage = engine.scheduler.counters, engine.scheduler.storage
     return Cell(
         setting=setting,
         barrier=barrier,
@@ -183,6 +196,7 @@ def run_cell(
         admitted_tokens=counters.admitted_tokens,
         device_hit_tokens=counters.device_hit_tokens,
         host_hit_tokens=counters.host_hit_tokens,
+        storage_hit_tokens=0 if storage is None else storage.counters.hit_tokens,
         pairs_checked=analyzer.totals.lookups,
         tally=tally,
         restore=Quantiles.of(tally.restores_ns),
@@ -217,6 +231,7 @@ def _config(setting: Setting, barrier: str, fence: str, options: BenchOptions) -
         head_dim=1,
         vocabulary=512,
         seed=0,
+        storage=StorageConfig("memory", prefetch="wait") if options.storage else None,
         scheduler=SchedulerOptions(
             max_running=options.clients,
             max_extend_tokens=max(CHUNK_TOKENS, setting.page_size),

@@ -22,13 +22,13 @@ class Lineage:
         self._restored: dict[tuple[int, int], int] = {}  # (step, device page) -> tenancy
         self._raced: set[tuple[int, int, int]] = set()
         self._holds: dict[int, int] = {}  # device page -> tenancy restored to it last, or moved there since
-        self._arrived: dict[tuple[int, int], int | None] = {}  # (step, device page moved to) -> what was moved
+        self._arrived: dict[tuple[int, int], tuple[int, int | None]] = {}  # (step, moved to) -> from where, and what
         self._moves_raced: set[int] = set()
 
     def on_move(self, step: int, old: PageIds, new: PageIds) -> None:
-        held = [self._holds.get(page) for page in old.tolist()]
-        for page, tenancy in zip(new.tolist(), held, strict=True):
-            self._arrived[step, page] = tenancy
+        held = [(page, self._holds.get(page)) for page in old.tolist()]
+        for page, (origin, tenancy) in zip(new.tolist(), held, strict=True):
+            self._arrived[step, page] = origin, tenancy
             self._holds.pop(page, None)
             if tenancy is not None:
                 self._holds[page] = tenancy
@@ -61,9 +61,11 @@ class Lineage:
         For a page that moved there in ``step``: the move, or a transfer of what was moved.
         """
         place = (step, device_page)
-        if place not in self._restored and device_page in self._moves_raced:
-            return True
-        tenancy = self._restored[place] if place in self._restored else self._arrived[place]
+        tenancy = self._restored.get(place)
+        if tenancy is None:
+            origin, tenancy = self._arrived[place]
+            if not self._moves_raced.isdisjoint((origin, device_page)):
+                return True
         return tenancy is not None and not self._raced.isdisjoint(self._moved[tenancy])
 
 

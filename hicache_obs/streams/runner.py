@@ -131,7 +131,13 @@ class Runner:
 
     def heads(self) -> list[Item]:
         """See ``Board.heads``."""
-        return [lane.items[0] for lane in self.lanes if lane.items and lane.items[0].runnable]
+        found = []
+        for lane in self.lanes:  # asked twice for every host call
+            if lane.items:
+                head = lane.items[0]
+                if head.dependency is None or head.dependency.placed:
+                    found.append(head)
+        return found
 
     def ancestors(self, targets: Sequence[Queued]) -> list[Item]:
         """See ``Board.ancestors``."""

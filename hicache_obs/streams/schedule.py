@@ -57,7 +57,7 @@ class Schedule(Protocol):
 def _drain(board: Board) -> Iterator[Queued]:
     """Everything that can run, in issue order."""
     while heads := board.heads():
-        yield min(heads, key=_seq)
+        yield heads[0] if len(heads) == 1 else min(heads, key=_seq)
 
 
 def _seq(item: Queued) -> int:

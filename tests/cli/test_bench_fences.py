@@ -41,10 +41,12 @@ SMALL = ("--device-tokens", "12288", "--page-size", "128", "--clients", "3")
 def bench(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
     """The JSON on standard output, which holds nothing else, valid by the schema."""
     assert main(["bench-fences", "--json", "-", *arguments]) == code
-    document = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
     schema = json.loads((files("hicache_obs.cli") / "bench_fences.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(document, schema)
+    assert ("from storage" in " ".join(captured.err.split())) is document.get("storage", False)
     return dict(document)
 
 
@@ -126,6 +128,20 @@ def test_the_axes_make_the_grid_and_values_count_once(capsys, workload):
     ]
     small, large = (cell(document, host_ratio=n, page_size=64, write_policy="write_through") for n in (1, 6))
     assert small["host_hit_tokens"] < large["host_hit_tokens"]
+
+
+def test_storage_gives_back_what_host_memory_has_lost(capsys, workload):
+    common = ("--workload", str(workload), *SMALL, "--host-ratio", "1", "--barrier", "private")
+    without = bench(capsys, *common)
+    document = bench(capsys, *common, "--storage")
+    assert (without["storage"], document["storage"]) == (False, True)
+    assert {cell["storage_hit_tokens"] for cell in without["cells"]} == {0}
+    same = ("rounds", "restored_pages", "prompt_tokens", "device_hit_tokens", "host_hit_tokens", "storage_hit_tokens")
+    assert len({tuple(cell[name] for name in same) for cell in document["cells"]}) == 1
+    found, lost = cell(document, fence="page"), cell(without, fence="page")
+    assert 0 < found["storage_hit_tokens"] <= found["host_hit_tokens"]
+    assert found["host_hit_tokens"] - found["storage_hit_tokens"] <= lost["host_hit_tokens"]
+    assert found["outcome"] == cell(document, fence="stream")["outcome"] == "clean"
 
 
 def test_the_same_input_gives_the_same_output(capsys, workload, tmp_path):

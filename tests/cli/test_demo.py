@@ -209,6 +209,18 @@ def test_every_form_of_the_pools(capsys: pytest.CaptureFixture[str], flags: list
         assert mode["pairs_checked"] > 0
 
 
+def test_the_defaults_of_the_pattern_runner_restore_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Small pools: pages that were computed, restored or moved come back, and each wrong one has its finding."""
+    none, page = (
+        demo(capsys, "--device", "virtual", "--runner", "pattern", "--compact-every", "8", "--fence", fence)[0]
+        for fence in ("none", "page")
+    )
+    assert page["restored_pages"] == page["pairs_checked"] > 100
+    assert (page["findings"], page["corrupted_pages"]) == ([], 0)
+    assert none["corrupted_pages"] > 0
+    assert none["unexplained_pages"] == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
