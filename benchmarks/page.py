@@ -1,6 +1,6 @@
 """``docs/benchmarks.md`` from what ``make bench`` measured: ``python benchmarks/page.py RESULTS.json > PAGE.md``.
 
-RESULTS is pytest-benchmark's JSON. A row's ratio is its median over that of the group's first row of ours, with the
+RESULTS is pytest-benchmark's JSON. A row's ratio is its median over that of the group's first row, with the
 interval between the quartiles of the two: the lower quartile of one over the upper of the other, and the other way
 round. Nothing is dropped and nothing added by hand but the sentences above the tables.
 """
@@ -15,14 +15,15 @@ from typing import Any
 HEAD = """# Benchmarks
 
 Generated from one run of `make bench` by `make bench-page`; do not edit. Times are processor time of the measuring
-thread, except where a row says *on a clock*; every peer ran in the same run, on the same machine and interpreter. On
-other machines the times differ and the ratios stay much the same; take none of them for a GPU's.
+thread; the percentages of the busy loop alone are times on a clock. Every peer ran in the same run, on the same
+machine and interpreter. On other machines the times differ and the ratios stay much the same; take none of them for a
+GPU's.
 
 {machine}
 
 The goals are those the project set itself: the launching thread 5 us a round, the analyzer 5 us for a decode round and
 50 us for a restore of 80 layers, 300 million page checks a second from 1,000 pages on, 150 MB/s of a torch.profiler
-trace, 1.5 million rows a second of an Nsight Systems export. Where a row misses its goal, it says what was seen.
+trace, 1.5 million rows a second of an Nsight Systems export.
 """
 
 

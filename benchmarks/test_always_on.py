@@ -280,7 +280,8 @@ def test_busy_loop(benchmark: BenchmarkFixture, watched: Callable[..., Watched],
     with_agent, with_thread, alone = watched(), watched(), watched()
     modes = {"bare": watched(recorded=False), "recording": alone, "and agent": with_agent, "and thread": with_thread}
     empty = alone.reader()
-    inline = Agent(RankPipeline(with_thread.reader(), Analyzer(Tally())), resolve=with_thread.resolve)
+    tally = Tally()
+    inline = Agent(RankPipeline(with_thread.reader(), Analyzer(tally)), resolve=with_thread.resolve)
     seconds: dict[str, list[float]] = {name: [] for name in modes}
 
     def turn() -> None:
@@ -294,6 +295,10 @@ def test_busy_loop(benchmark: BenchmarkFixture, watched: Callable[..., Watched],
     with agent_of(tmp_path):
         benchmark.pedantic(turn, rounds=TURNS, warmup_rounds=2)
     inline.finish()
+    assert sum(tally.checked.values()) > 0
+    read = with_agent.reader()
+    assert read.position > 4 * TURN * TURNS
+    assert not any(read.dropped.values())
     for name in list(modes)[1:]:
         slower = [100 * (mine / base - 1) for mine, base in zip(seconds[name], seconds["bare"], strict=True)]
         low, middle, high = statistics.quantiles(slower, n=4)

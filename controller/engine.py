@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 from hicache_obs.controller.allocator import PageAllocator
 from hicache_obs.controller.blank import BlankRunner
 from hicache_obs.controller.cache_controller import CacheController
-from hicache_obs.controller.cache_pools import HYBRIDS, KV_LAYOUTS, PoolShape, open_pools
+from hicache_obs.controller.cache_pools import HYBRIDS, KV_LAYOUTS, CachePools, PoolShape, open_pools
 from hicache_obs.controller.compaction import Compactor
 from hicache_obs.controller.fence_policy import InFlight, fence_policy
 from hicache_obs.controller.graph_rounds import GraphRunner
@@ -155,41 +156,11 @@ def build_engine(
         )
 
     pools = open_pools(device, _shape(config, largest))
-    pool = pools.rounds
     ledger = ContentLedger(config.layers, _tenancies(config, requests), device.torch_device)
-    runner: ModelRunner
-    if make_runner is not None:
-        runner = make_runner(device, pool, ledger)
-    elif config.runner == "transformer":
-        runner = TransformerRunner(device, pool, ledger, seed=config.seed, vocabulary=config.vocabulary)
-    elif config.runner == "blank":
-        runner = BlankRunner(device, pool, ledger, vocabulary=config.vocabulary)
-    else:
-        kind = GraphRunner if config.graphs else HybridPatternRunner if config.kv in HYBRIDS else PatternRunner
-        runner = kind(device, pool, ledger, vocabulary=config.vocabulary)
+    runner = (make_runner or _runner(config))(device, pools.rounds, ledger)
     in_flight = InFlight()
     radix = RadixCache(config.page_size, host_eviction=config.scheduler.host_eviction)
-    policy = fence_policy(config.fence, pools.uses, in_flight)
-    backup_policy = None
-    if config.write_fence is not None:
-        backup_policy = fence_policy(config.write_fence, pools.uses, in_flight, flag="--write-fence")
-    controller: CacheController
-    if config.kv in HYBRIDS:
-        # Policy none leaves transfers unfenced, not tables: they are metadata, like index tensors.
-        table_fence = "page" if config.fence == "none" else config.fence
-        tables = [pool.translation.entries_used for pool in pools.partial.pools]
-        controller = HybridCacheController(
-            device,
-            pools.transfers,
-            radix,
-            policy,
-            backup_policy,
-            partial_pools=pools.partial,
-            table_policies=[fence_policy(table_fence, uses, in_flight) for uses in tables],
-        )
-        pools.partial.load_parts = controller.load_parts
-    else:
-        controller = CacheController(device, pools.transfers, radix, policy, backup_policy)
+    controller = _controller(device, config, pools, radix, in_flight)
     host_pages = PageAllocator(config.host_pages, name="host")
     scheduler = Scheduler(
         runner,
@@ -216,6 +187,40 @@ def build_engine(
     if compactor is not None:
         scheduler.before_batch = compactor.step
     return Engine(scheduler, controller, runner, ledger, compactor)
+
+
+def _runner(config: EngineConfig) -> MakeRunner:
+    if config.runner == "transformer":
+        return partial(TransformerRunner, seed=config.seed, vocabulary=config.vocabulary)
+    kind: type[BlankRunner] | type[PatternRunner] = BlankRunner
+    if config.runner == "pattern":
+        kind = GraphRunner if config.graphs else HybridPatternRunner if config.kv in HYBRIDS else PatternRunner
+    return partial(kind, vocabulary=config.vocabulary)
+
+
+def _controller(
+    device: Device, config: EngineConfig, pools: CachePools, radix: RadixCache, in_flight: InFlight
+) -> CacheController:
+    policy = fence_policy(config.fence, pools.uses, in_flight)
+    backup_policy = None
+    if config.write_fence is not None:
+        backup_policy = fence_policy(config.write_fence, pools.uses, in_flight, flag="--write-fence")
+    if config.kv not in HYBRIDS:
+        return CacheController(device, pools.transfers, radix, policy, backup_policy)
+    # Policy none leaves transfers unfenced, not tables: they are metadata, like index tensors.
+    table_fence = "page" if config.fence == "none" else config.fence
+    tables = [pool.translation.entries_used for pool in pools.partial.pools]
+    controller = HybridCacheController(
+        device,
+        pools.transfers,
+        radix,
+        policy,
+        backup_policy,
+        partial_pools=pools.partial,
+        table_policies=[fence_policy(table_fence, uses, in_flight) for uses in tables],
+    )
+    pools.partial.load_parts = controller.load_parts
+    return controller
 
 
 def _check(config: EngineConfig) -> None:

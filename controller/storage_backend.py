@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from hicache_obs.config import refuse_password
 from hicache_obs.errors import ConfigError
 
 STALE_S: Final = 3600.0
@@ -102,12 +103,7 @@ class FsspecBackend:
     """
 
     def __init__(self, url: str) -> None:
-        scheme, _, rest = url.partition("://")
-        if "@" in rest.partition("/")[0]:
-            raise ConfigError(
-                f"storage {scheme}://...: no user or password in the address, which shows in process lists and logs; "
-                "the driver reads them from its environment variables or from fsspec's configuration files"
-            )
+        refuse_password(url, "storage")
         try:
             import fsspec
         except ImportError:

@@ -284,6 +284,24 @@ def read_text(name: str, environment: Mapping[str, str] | None = None) -> tuple[
     return text, setting.variable
 
 
+def refuse_password(address: str, what: str) -> None:
+    """Refuse an address of a store that holds a user or a password: process lists, logs and reports would show it.
+
+    Args:
+        address: A path or URL.
+        what: What it is the address of.
+
+    Raises:
+        ConfigError: There is one; the message does not repeat it.
+    """
+    scheme, _, rest = address.partition("://")
+    if "@" in rest.partition("/")[0]:
+        raise ConfigError(
+            f"{what} {scheme}://...: no user or password in the address, which shows in process lists and logs; "
+            "the driver reads them from its environment variables or from fsspec's configuration files"
+        )
+
+
 def read_any(setting: Setting | TextSetting, environment: Mapping[str, str] | None = None) -> tuple[int | str, str]:
     """Value of any setting and where it comes from.
 

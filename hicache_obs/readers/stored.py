@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from hicache_obs.config import refuse_password
 from hicache_obs.errors import ConfigError, TraceError
 from hicache_obs.readers.trace_file import one_line
 
@@ -22,8 +23,10 @@ def file_system(place: str) -> tuple[Any, str, bool]:
     """The fsspec file system of a path or URL, the place in it, and whether it is this machine's.
 
     Raises:
-        ConfigError: fsspec, or the driver that it wants, is not installed; or nobody knows the URL.
+        ConfigError: fsspec, or the driver that it wants, is not installed; nobody knows the URL; it holds a
+            password.
     """
+    refuse_password(place, "journals at")
     try:
         import fsspec
     except ImportError:

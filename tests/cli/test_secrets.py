@@ -58,6 +58,15 @@ def test_neither_journal_nor_report_nor_events(tmp_path: Path, capfd: pytest.Cap
     assert holds(tmp_path, captured.out + captured.err) == []
 
 
+@pytest.mark.parametrize("place", ["s3://key:{}@bucket/journals", "nonsense://user:{}@host/x/*.ring"])
+def test_fleet_does_not_repeat_a_password_either(place: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Places are named in the page, the tables and the errors."""
+    assert main(["fleet", "--workers", "0", place.format(SECRET)]) == 2
+    captured = capfd.readouterr()
+    assert "no user or password in the address" in captured.err
+    assert SECRET not in captured.out + captured.err
+
+
 @pytest.mark.parametrize(
     "option",
     ["--storage=s3://key:{}@bucket/pages", "--storage=nonsense://user:{}@host/x", "--otlp=http://me:{}@h:4317"],
