@@ -43,7 +43,7 @@ PAGES, NEW = 256, 32
 ROUNDS, BATCHES = 100, 60
 TURN, TURNS = 200, 20
 HOST_WORK = 20_000
-"""Additions between two rounds of the busy loop: some 400 us."""
+"""Additions between two rounds of the busy loop: a few hundred microseconds."""
 Round = Callable[[], None]
 
 
