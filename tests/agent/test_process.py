@@ -156,7 +156,7 @@ def test_a_full_disk_costs_the_journal_and_nothing_else(
 ):
     agent = agent_process("--journal", str(tmp_path / "j"), preexec_fn=limit_files)
     url = agent.url()
-    writer = ring(slots=512, arena_words=1024)
+    writer = ring(slots=1024, arena_words=2048)  # never half full: nothing is left out
     for n in range(100):
         fill(writer, round_of(n, times=True))
         if n < 8:  # in batches of their own

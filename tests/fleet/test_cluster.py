@@ -112,7 +112,8 @@ def test_servers_listen_on_the_loopback_address_with_certificates(workers: Any) 
 
     assert all(address.startswith("tls://127.0.0.1:") for address in [info["address"], *info["workers"]])
     assert len(listening) > len(info["workers"])
-    assert {address.ip for address in listening} == {"127.0.0.1"}
+    # Servers of other tests in this process may speak both protocols on one socket.
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
     for path in ("health", "info/main/workers.html", "json/counts.json", "metrics", "status"):
         with pytest.raises(urllib.error.HTTPError, match="404") as caught:
             urllib.request.urlopen(f"http://127.0.0.1:{info['services']['dashboard']}/{path}", timeout=10)
