@@ -22,6 +22,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HicacheObsError(Exception):
     """Base of all errors raised on purpose by hicache-obs."""
@@ -85,3 +88,12 @@ class GateTimeout(ControllerError):
 
 class RankError(ControllerError):
     """A rank of a group has ended, does not come in time, or decides something else; the message names it."""
+
+
+@contextmanager
+def naming(source: object) -> Iterator[None]:
+    """Put the name of a trace in front of what the analyzer refuses in it, which knows no names."""
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(f"{source}: {error}") from error

@@ -27,6 +27,7 @@ from operator import ge
 from typing import Final
 
 from hicache_obs._struct import Struct
+from hicache_obs.errors import TraceError
 from hicache_obs.findings import Proof
 from hicache_obs.records import EventId, OpId, StreamId, StreamKind, ThreadId
 
@@ -36,6 +37,8 @@ DOUBTFUL_SEQ: Final = -2
 """Sequence of a snapshot that is older than any loss: what follows it is never a proven edge."""
 MAX_EVENTS: Final = 1 << 15
 """Recorded events kept. Of older ones only a sum is left, and what follows it is never a proven edge."""
+MAX_ACTORS: Final = 1 << 13
+"""Their clocks take half a GiB on each level: each has a number for each."""
 
 Clock = list[int]
 Actor = int
@@ -91,7 +94,7 @@ class Order:
     """Happens-before over one trace. Feed it steps in trace order; not thread-safe.
 
     Memory: one clock per actor and at most one per event, ``MAX_EVENTS`` of them; actors are streams, graph entries
-    and host threads of the process.
+    and host threads of the process, ``MAX_ACTORS`` of them. A call that brings another one raises ``TraceError``.
     """
 
     def __init__(self) -> None:
@@ -192,6 +195,8 @@ class Order:
 
     def _new_actor(self) -> Actor:
         actor = len(self.clocks)
+        if actor == MAX_ACTORS:
+            raise TraceError(f"more than {MAX_ACTORS} streams, host threads and graph entries, all together")
         self.clocks.append([[] for _ in range(self._depth)])
         self._bases.append(None)
         self._followed.append(None)

@@ -13,7 +13,7 @@ import click
 
 from hicache_obs.cli.judge import Progress, check_copies, check_journal, journals_at, plain, progress_of
 from hicache_obs.cli.layout import fit
-from hicache_obs.errors import ConfigError, TraceError
+from hicache_obs.errors import ConfigError, TraceError, naming
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.batches import Batches, open_batches, trace_batches
 from hicache_obs.readers.join import join
@@ -266,7 +266,8 @@ def _links(batches: Batches, numbers: Numbers, progress: Progress) -> Links:
 
     links, done = Links(numbers), 0
     for batch in batches.read():
-        links.feed(batch)
+        with naming(batches.source):
+            links.feed(batch)
         done += len(batch)
         progress(f"judging {Path(batches.source).name}", done, 0)
     links.finish()

@@ -14,7 +14,7 @@ from hicache_obs.analyzer import Analyzer
 from hicache_obs.cli.fence_tally import NAMES, FenceTally, Quantiles
 from hicache_obs.cli.judge import journals_at
 from hicache_obs.cli.verdict import STEP
-from hicache_obs.errors import TraceError
+from hicache_obs.errors import naming
 from hicache_obs.findings import ExitCode
 from hicache_obs.readers import open_trace
 
@@ -86,12 +86,10 @@ def _price(path: Path, rank: int | None, progress: Callable[[str, int, int], Non
     source = str(trace.source) if rank is None else f"{path}, rank {rank}"
     tally = FenceTally()
     analyzer = Analyzer(tally)
-    try:
+    with naming(source):
         for begin in range(0, len(trace), STEP):
             analyzer.feed(trace.records[begin : begin + STEP])
             progress(source, min(begin + STEP, len(trace)), len(trace))
-    except TraceError as error:
-        raise TraceError(f"{source}: {error}") from error
     analyzer.finish()
     return Priced(source, tally, analyzer.totals.lookups, analyzer.totals.shared)
 

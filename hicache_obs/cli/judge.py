@@ -14,7 +14,7 @@ from typing import Final
 from hicache_obs.analyzer.pairs import PairProof, PairProofs
 from hicache_obs.cli.ranks_report import RanksReport, compare_ranks
 from hicache_obs.cli.verdict import STEP, Report, analyse
-from hicache_obs.errors import ConfigError
+from hicache_obs.errors import ConfigError, naming
 from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.findings import ExitCode, Hazard, Proof, Verdict
 from hicache_obs.readers import open_trace
@@ -200,7 +200,8 @@ def check_copies(profile: Profile, progress: Progress = lambda stage, done, tota
         proofs = PairProofs(wanted)
         records = writer.trace.records
         for begin in range(0, len(records), STEP):
-            proofs.feed(records[begin : begin + STEP])
+            with naming(writer.trace.source):
+                proofs.feed(records[begin : begin + STEP])
             progress(f"process {process}", min(begin + STEP, len(records)), len(records))
         checked += len(proofs.proofs) + without
         for pair in proofs.proofs:

@@ -10,7 +10,7 @@ import click
 from hicache_obs.analyzer import Analyzer, explain
 from hicache_obs.analyzer.witness import Cell, Witness, table, witness
 from hicache_obs.cli.layout import FINDING_INDENT, fit
-from hicache_obs.errors import InputError, TraceError
+from hicache_obs.errors import InputError, TraceError, naming
 from hicache_obs.findings import ExitCode, Finding, Proof
 from hicache_obs.readers import open_trace
 from hicache_obs.records import OpId, Space
@@ -51,10 +51,8 @@ def command(file: Path, between: tuple[str, str] | None) -> int:
 def _findings(trace: Trace) -> list[Finding]:
     sink = RecordingSink()
     analyzer = Analyzer(sink)
-    try:
+    with naming(trace.source):
         analyzer.feed(trace)
-    except TraceError as error:
-        raise TraceError(f"{trace.source}: {error}") from error
     analyzer.finish()
     return sink.findings
 

@@ -14,7 +14,7 @@ from hicache_obs.analyzer.stalls import Stall, StallReport, find_stalls
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.costs import FenceCost
-from hicache_obs.errors import TraceError
+from hicache_obs.errors import naming
 from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict
 from hicache_obs.records import OpId
@@ -109,13 +109,11 @@ def analyse(
     accepted = Accepted() if accepted is None else accepted
     keeper = Keeper()
     analyzer = Analyzer(keeper)
-    try:
+    with naming(trace.source):
         for begin in range(0, len(trace), STEP):
             analyzer.feed(trace.records[begin : begin + STEP])
             if progress is not None:
                 progress(min(begin + STEP, len(trace)), len(trace))
-    except TraceError as error:
-        raise TraceError(f"{trace.source}: {error}") from error
     analyzer.finish()
     lookups = analyzer.totals.lookups
     stalls = find_stalls(trace)

@@ -9,6 +9,7 @@ import pytest
 
 from hicache_obs.analyzer import order as module
 from hicache_obs.analyzer.order import DOUBTFUL_SEQ, Order, Snapshot
+from hicache_obs.errors import TraceError
 from hicache_obs.findings import Proof
 from hicache_obs.records import EventId, StreamId, StreamKind, ThreadId
 
@@ -261,6 +262,18 @@ def test_each_has_an_actor_of_its_own() -> None:
     assert len(set(found)) == len(found)
     assert actors() == found
     assert order.actors == len(found) + 1  # the stream of the last
+
+
+def test_there_is_a_most_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks grow with the square of their number; one that was seen goes on."""
+    monkeypatch.setattr(module, "MAX_ACTORS", 3)
+    order = Order()
+    known = order.stream(StreamId(0)), order.thread(ThreadId(0)), order.node(0, 0)
+
+    with pytest.raises(TraceError, match="more than 3 streams, host threads and graph entries, all together"):
+        order.stream(StreamId(1))
+    assert (order.stream(StreamId(0)), order.thread(ThreadId(0)), order.node(0, 0)) == known
+    assert order.actors == 3
 
 
 def test_a_record_keeps_what_it_replaced_and_no_more() -> None:

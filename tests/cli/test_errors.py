@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache_obs.analyzer import order
 from hicache_obs.cli import main
 
 QUICK = ["demo", "--device", "virtual", "--requests", "4"]
@@ -140,3 +141,26 @@ def test_settings(
 
     assert variable in line
     assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("command", [["analyze"], ["convert", "-o", "x.json"], ["report", "-o", "x.html"]])
+def test_more_streams_than_have_clocks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """What the analyzer refuses is said with the name of the file, and nothing is written."""
+    monkeypatch.setattr(order, "MAX_ACTORS", 3)
+    monkeypatch.chdir(tmp_path)
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": 10 * n + delay, "dur": 1, "args": args}
+        for n in range(4)
+        for cat, name, delay, args in (
+            ("cuda_runtime", "cudaLaunchKernel", 0, {"correlation": n + 1}),
+            ("kernel", "k", 5, {"correlation": n + 1, "stream": n, "device": 0, "context": 1}),
+        )
+    ]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+
+    line = _error(capsys, command[0], str(file), *command[1:])
+    assert line == f"hicache-obs: {file}: more than 3 streams, host threads and graph entries, all together"
+    assert list(tmp_path.iterdir()) == [file]
