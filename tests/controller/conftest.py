@@ -255,6 +255,10 @@ class Lab:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
+    def close(self) -> None:
+        """Close what was made so far, for a test that makes thousands of engines; more can be made."""
+        self._stack.close()
+
     @staticmethod
     def requests(n: int = 24, *, seed: int = 0, **options: Any) -> list[Request]:
         """A workload that makes many load-backs and some retractions in the default ``Setup``."""

@@ -121,6 +121,7 @@ def test_any_engine(lab, tmp_path, runner):
             except Exception as error:
                 raise AssertionError(f"seed {seed}, {schedule}, storage {config}, {mishaps}: {setup}") from error
             count(total, run.engine, store)
+        lab.close()
     assert total["chunks"] > 0
     assert total["evicting"] > 0
     assert total["restored"] > 0
