@@ -43,7 +43,7 @@ class RankPlace:
         number: Which rank of a folder; ``None`` for a file.
         node: Name of its node.
         role: What the process does, as the ring's name says; empty if nothing says it.
-        ranks: Which worker of a server it is.
+        ranks: Which worker of a server it is; without a role only a number is known, and is ``tp``.
         recording: 1, or more for further recordings of the same worker of the same node.
     """
 
@@ -58,8 +58,9 @@ class RankPlace:
     def name(self) -> str:
         """Short, for people, of no other rank: the node and the worker."""
         ranks = self.ranks
+        worker = f"{self.role} dp{ranks.dp} pp{ranks.pp} tp{ranks.tp}" if self.role else f"rank {ranks.tp}"
         again = f" recording {self.recording}" if self.recording > 1 else ""
-        return f"{self.node} {self.role or 'rank'} dp{ranks.dp} pp{ranks.pp} tp{ranks.tp}{again}"
+        return f"{self.node} {worker}{again}"
 
 
 def find_ranks(arguments: Sequence[str]) -> list[RankPlace]:

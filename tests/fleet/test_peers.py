@@ -89,6 +89,8 @@ def test_ranks_of_one_folder_are_told_apart_by_their_files(tmp_path: Path, fleet
     assert [(p.number, p.ranks.tp, p.node) for p in find_ranks([str(tmp_path)])] == [
         (0, 0, tmp_path.name), (1, 1, tmp_path.name),
     ]  # fmt: skip
+    # Nothing says which worker of a server they are, so that no name claims it.
+    assert [p.name for p in find_ranks([str(tmp_path)])] == [f"{tmp_path.name} rank {n}" for n in range(2)]
 
 
 def test_recordings_of_one_worker_have_different_names(tmp_path: Path, fleet_folder: Path) -> None:
