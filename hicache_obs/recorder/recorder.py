@@ -25,7 +25,7 @@ from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lanes
 from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
 from hicache_obs.recorder.pair import Pair
-from hicache_obs.recorder.ring import RecordSink
+from hicache_obs.recorder.sink import RecordSink
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,

@@ -13,7 +13,8 @@ from hicache_obs.recorder.batch import Batch, Measured, Shapes
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lane
 from hicache_obs.recorder.recorder import Recorder
-from hicache_obs.recorder.ring import BlockSink, Numbers, plain_record
+from hicache_obs.recorder.sink import BlockSink, Numbers
+from hicache_obs.recorder.slot import plain_record
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
