@@ -6,7 +6,6 @@ raise anything: the tier counts it and goes on without.
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any, Final, Protocol
 
 from hicache_obs.config import refuse_password
 from hicache_obs.errors import ConfigError
+from hicache_obs.whole_file import PARTIALS, replace_file
 
 STALE_S: Final = 3600.0
 """Files of a writer that was killed are removed after so long."""
-_PARTIAL: Final = ".partial-"
 
 
 class StorageBackend(Protocol):
@@ -45,7 +44,6 @@ class FileBackend:
 
     def __init__(self, folder: Path) -> None:
         self._folder: Final = folder
-        self._numbers = itertools.count()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -71,20 +69,14 @@ class FileBackend:
         """See ``StorageBackend.write``."""
         path = self._path(key)
         path.parent.mkdir(exist_ok=True)
-        partial = path.parent / f"{_PARTIAL}{os.getpid()}-{next(self._numbers)}-{key}"
-        try:
-            partial.write_bytes(data)
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        replace_file(path, data)
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / key
 
     def _sweep(self) -> None:
         oldest = time.time() - STALE_S
-        for partial in self._folder.glob(f"*/{_PARTIAL}*"):
+        for partial in self._folder.glob(f"*/{PARTIALS}"):
             try:
                 if partial.stat().st_mtime < oldest:
                     partial.unlink()

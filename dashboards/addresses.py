@@ -16,18 +16,27 @@ PLACEHOLDER: Final = "https://hicache-obs.example"
 RUNBOOKS: Final = f"{PLACEHOLDER}/runbooks"
 """What the committed alerts and dashboards say in place of a site's runbooks."""
 GRAFANA: Final = f"{PLACEHOLDER}/grafana"
+SCHEME: Final = "http"
+"""How the boards reach the agents' status pages: their hidden variable ``scheme``."""
+_SCHEME_LINE: Final = f'"query": "{SCHEME}"'
 FOLDERS: Final = ("compose", "grafana", "kubernetes", "prometheus", "provisioning", "runbooks")
 _SUFFIXES: Final = (".json", ".md", ".yaml", ".yml")
 _ADDRESS: Final = re.compile(r"https?://[\w.~:/?&=%@+,;\[\]-]+")
 
 
-def site_files(*, runbooks: str = RUNBOOKS, grafana: str = GRAFANA) -> dict[str, str]:
+def site_files(*, runbooks: str = RUNBOOKS, grafana: str = GRAFANA, tls: bool = False) -> dict[str, str]:
     """Path → text of every rule, dashboard, manifest and runbook, with these addresses in them.
+
+    Args:
+        runbooks, grafana: Where they are served.
+        tls: Agents serve their pages by https.
 
     Raises:
         ConfigError: An address is none.
     """
     new = {RUNBOOKS: _address("--runbooks", runbooks), GRAFANA: _address("--grafana", grafana)}
+    if tls:
+        new[_SCHEME_LINE] = '"query": "https"'
     files = {}
     for path, file in _committed():
         text = file.read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ VERDICTS: Final = (
     Shown(5, "VIOLATED", "red"),
 )
 COVERAGE_STEPS: Final = (Step(None, "red"), Step(0.99, "orange"), Step(1, "green"))
-STATUS_PAGE: Final = Link("Status page: last findings, blast radius", "http://${__data.fields.Node}/", "instance")
+STATUS_PAGE: Final = Link("Status page: last findings, blast radius", "${scheme}://${__data.fields.Node}/", "instance")
 RANK_LABELS_SHOWN: Final = (
     ("cluster", "Cluster", 75),
     ("pod", "Pod", 110),

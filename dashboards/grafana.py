@@ -12,7 +12,7 @@ from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
-from hicache_obs.dashboards.addresses import RUNBOOKS
+from hicache_obs.dashboards.addresses import RUNBOOKS, SCHEME
 from hicache_obs.dashboards.panels import (
     NOTHING_COLORS,
     QUIET_AXIS,
@@ -290,7 +290,7 @@ def _data_link(link: Link) -> Json:
 
 
 def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable | dashboard.TextBoxVariable]:
-    """Data source; then each label, asked of our own metric and narrowed by those before; then hidden addresses."""
+    """Data source; each label, asked of our own metric and narrowed by those before; hidden, what links are made of."""
     source = dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
     asked: list[dashboard.DatasourceVariable | dashboard.QueryVariable | dashboard.TextBoxVariable] = [source]
     narrowed: list[str] = []
@@ -298,8 +298,8 @@ def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable 
         matchers = f"{{{','.join(narrowed)}}}" if narrowed else ""
         asked.append(_query_variable(name, f"label_values({PREFIX}build_info{matchers}, {name})"))
         narrowed.append(f'{name}=~"${name}"')
-    for name, address in (("runbooks", RUNBOOKS), ("traces", TRACES)):
-        hidden = dashboard.TextBoxVariable(name).default_value(address)
+    for name, value in (("runbooks", RUNBOOKS), ("traces", TRACES), ("scheme", SCHEME)):
+        hidden = dashboard.TextBoxVariable(name).default_value(value)
         asked.append(hidden.hide(models.VariableHide.HIDE_VARIABLE))
     return asked
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from hicache_obs import __version__
-from hicache_obs.config import read_setting
+from hicache_obs.config import read_setting, refuse_password
 from hicache_obs.errors import ConfigError
 from hicache_obs.records import Ranks
 
@@ -184,8 +184,7 @@ def _number(name: str, default: int, environment: Mapping[str, str], *, high: in
 
 
 def _check_address(endpoint: str) -> None:
-    if "@" in endpoint:
-        raise ConfigError("--otlp: no user or password in the address; put them in OTEL_EXPORTER_OTLP_HEADERS")
+    refuse_password(endpoint, "--otlp", instead="put them in OTEL_EXPORTER_OTLP_HEADERS", anywhere=True)
     try:
         parts = urlsplit(endpoint)
         fine = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0

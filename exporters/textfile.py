@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.prometheus import Metrics, render
+from hicache_obs.whole_file import write_whole
 
 
 def check_textfile(path: Path, option: str = "--textfile") -> Path:
@@ -29,15 +29,5 @@ def write_textfile(metrics: Metrics, path: Path, option: str = "--textfile") -> 
     Raises:
         ConfigError: It cannot be written; what was there is unchanged.
     """
-    partial = None
-    try:
-        # The collector does not look at names that do not end in .prom, and runs as another user.
-        handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(render(metrics))
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(partial, path)
-    except OSError as error:
-        if partial is not None:
-            Path(partial).unlink(missing_ok=True)
-        raise ConfigError(f"{option} {path}: {error.strerror}; what was there is unchanged") from None
+    # The collector runs as another user, and does not look at names like those of partial files.
+    write_whole(path, render(metrics), option, permissions=0o644)

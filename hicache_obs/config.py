@@ -284,21 +284,26 @@ def read_text(name: str, environment: Mapping[str, str] | None = None) -> tuple[
     return text, setting.variable
 
 
-def refuse_password(address: str, what: str) -> None:
-    """Refuse an address of a store that holds a user or a password: process lists, logs and reports would show it.
+_OF_STORES: Final = "the driver reads them from its environment variables or from fsspec's configuration files"
+
+
+def refuse_password(address: str, what: str, *, instead: str = _OF_STORES, anywhere: bool = False) -> None:
+    """Refuse an address that holds a user or a password: process lists, logs and reports would show it.
 
     Args:
         address: A path or URL.
         what: What it is the address of.
+        instead: Where they belong.
+        anywhere: Refuse every ``@``. Else one in a path is the name of a file, as is all of an address without ``://``.
 
     Raises:
         ConfigError: There is one; the message does not repeat it.
     """
-    scheme, _, rest = address.partition("://")
-    if "@" in rest.partition("/")[0]:
+    scheme, separator, rest = address.partition("://")
+    if "@" in (address if anywhere else rest.partition("/")[0]):
+        shown = f" {scheme}://..." if separator and "@" not in scheme else ""
         raise ConfigError(
-            f"{what} {scheme}://...: no user or password in the address, which shows in process lists and logs; "
-            "the driver reads them from its environment variables or from fsspec's configuration files"
+            f"{what}{shown}: no user or password in the address, which shows in process lists and logs; {instead}"
         )
 
 

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 MODES = ("absent", "installed", "observing")
 """``installed`` is HICACHE_OBS unset; ``absent`` also keeps the entry point from being loaded (SGLANG_PLUGINS=none)."""
@@ -36,7 +37,8 @@ def serve() -> None:
 
     if hasattr(harness, "load"):  # another checkout's may load at its import
         harness.load()
-    harness.LAYERS = LAYERS
+    parts = sys.modules[harness.Engine.__module__]
+    parts.LAYERS = LAYERS
     with harness.published():
         engine = harness.Engine(harness.Scenario("base+readdone+loadfence+writefence"))
         counter = engine.controller.layer_done_counter
@@ -45,7 +47,7 @@ def serve() -> None:
             if counter.consumer_index >= 0:
                 for layer in range(LAYERS):
                     counter.wait_until(layer)
-            return harness.SimpleNamespace()
+            return SimpleNamespace()
 
         engine.forward_raw = forward
         event = engine.device.Event()
@@ -54,7 +56,7 @@ def serve() -> None:
         slot = a[:1]
         host = engine.controller.write(a, node_id=1)
         engine.acknowledge_writes()
-        harness.host_module.transfer_kv_direct = lambda **arguments: None
+        parts.host_module.transfer_kv_direct = lambda **arguments: None
 
         def restore() -> None:
             engine.allocator.free(engine.controller.load(host, node_id=1))

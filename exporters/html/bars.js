@@ -1,7 +1,6 @@
 // What the fences of each node cost, drawn with Bokeh: a bar per node, the avoidable part of it hatched.
 
 const ROW_PX = 30;
-const NARROW_PX = 600;
 const bars = JSON.parse(document.querySelector('.bars-data').textContent);
 const place = document.querySelector('.bars');
 
@@ -41,24 +40,9 @@ function build() {
 }
 
 function paint({ figure, needed, avoidable }) {
-  const style = getComputedStyle(document.documentElement);
-  const color = (name) => style.getPropertyValue(`--${name}`).trim();
-  Object.assign(figure, {
-    background_fill_color: color('ground'), border_fill_color: color('ground'), outline_line_color: color('line'),
-  });
-  for (const axis of [figure.below[0], figure.left[0]])
-    axis.setv({
-      axis_line_color: color('quiet'), major_tick_line_color: color('quiet'), minor_tick_line_color: null,
-      major_label_text_color: color('text'), axis_label_text_color: color('quiet'), axis_label_text_font_style: 'normal',
-      major_label_text_font_size: '12px',
-    });
-  figure.xgrid.grid_line_color = color('line');
-  figure.ygrid.grid_line_color = null;
+  paintFigure(figure);
   needed.glyph.setv({ fill_color: color('link'), fill_alpha: 0.7, line_color: color('link') });
-  avoidable.glyph.setv({
-    fill_color: color('ground'), fill_alpha: 0.4, line_color: color('text'), hatch_pattern: 'right_diagonal_line',
-    hatch_color: color('text'), hatch_scale: 7, hatch_weight: 1.5,
-  });
+  paintAvoidable(avoidable.glyph);
 }
 
 async function start() {

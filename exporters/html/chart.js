@@ -331,29 +331,12 @@ class Chart {
   // -- colours ----------------------------------------------------------------------------------------------
 
   paint() {
-    const style = getComputedStyle(document.documentElement);
-    const color = (name) => style.getPropertyValue(`--${name}`).trim();
     const race = shade('#B3261E', '#FF8A4C');
-    for (const figure of [this.figure, ...this.maps.map((map) => map.figure)]) {
-      Object.assign(figure, {
-        background_fill_color: color('ground'), border_fill_color: color('ground'), outline_line_color: color('line'),
-      });
-      for (const axis of [figure.below[0], figure.left[0]])
-        axis.setv({
-          axis_line_color: color('quiet'), major_tick_line_color: color('quiet'), minor_tick_line_color: null,
-          major_label_text_color: color('text'), axis_label_text_color: color('quiet'), axis_label_text_font_style: 'normal',
-          major_label_text_font_size: '12px',
-        });
-      figure.xgrid.grid_line_color = color('line');
-      figure.ygrid.grid_line_color = null;
-    }
+    for (const figure of [this.figure, ...this.maps.map((map) => map.figure)]) paintFigure(figure);
     const { glyphs } = this;
     glyphs.ops.glyph.line_color = color('ground');
     glyphs.waits.glyph.setv({ fill_color: color('quiet'), fill_alpha: 0.18, line_color: color('quiet'), line_width: 1 });
-    glyphs.avoidable.glyph.setv({
-      fill_color: color('ground'), fill_alpha: 0.4, line_color: color('text'), line_width: 1,
-      hatch_pattern: 'right_diagonal_line', hatch_color: color('text'), hatch_scale: 7, hatch_weight: 1.5,
-    });
+    paintAvoidable(glyphs.avoidable.glyph);
     glyphs.chosen.glyph.line_color = color('text');
     glyphs.link.glyph.line_color = race;
     for (const name of ['spoiled', 'earlier', 'later']) glyphs[name].glyph.line_color = race;
@@ -364,10 +347,10 @@ class Chart {
       raced.glyph.line_color = race;
     }
     document.documentElement.classList.toggle('drawn-dark', dark.matches);
-    this.legend(color, race);
+    this.legend(race);
   }
 
-  legend(color, race) {
+  legend(race) {
     const used = [...new Set(this.ops.stretches.map(({ kind }) => kind))].sort((a, b) => a - b);
     const entries = used.map((kind) => [KINDS[kind][0], 'M1 2h20v10H1z', shade(KINDS[kind][1], KINDS[kind][2]), 'none']);
     if (this.waits.start.length) entries.push(['waits', 'M1 2h20v10H1z', 'none', color('quiet')]);

@@ -1,13 +1,12 @@
-// What the charts are made of: unpacked columns, sums over them, and words. This file, chart.js and explorer.js become
-// one script (page.py), so what one declares the next can use. No name from a trace is ever used as markup: text goes in
-// as textContent, or is painted on a canvas as plain text.
+// What the charts are made of: unpacked columns, sums over them, and words. figures.js, this file, chart.js and
+// explorer.js become one script (page.py), so what one declares the next can use. No name from a trace is ever used as
+// markup: text goes in as textContent, or is painted on a canvas as plain text.
 
 const EXACT = 4000; // operations in view up to which each is drawn; more are summed up in columns
 const COLUMN_PX = 3;
 const LISTED = 100;
 const ROW_PX = 34;
 const SIDE_PX = 128;
-const NARROW_PX = 600;
 const MIN_SPAN = 20; // ns
 const KINDS = [
   // name, colour on light, colour on dark: told apart with any kind of colour vision, and named on every click

@@ -9,7 +9,7 @@ from typing import Final
 from hicache_obs.exporters.html.document import json_markup, render_document
 from hicache_obs.exporters.html.page import COLORS, Table
 
-_SCRIPTS: Final = ("bars.js",)
+_SCRIPTS: Final = ("figures.js", "bars.js")
 MAX_BARS: Final = 60
 """Bars of one chart."""
 

@@ -12,7 +12,7 @@ from hicache_obs.exporters.html.timeline import Drawing
 from hicache_obs.findings import BlastRadius
 from hicache_obs.records import OpId
 
-_SCRIPTS: Final = ("columns.js", "chart.js", "explorer.js")
+_SCRIPTS: Final = ("figures.js", "columns.js", "chart.js", "explorer.js")
 COLORS: Final = {
     "SAFE": "good", "VIOLATED": "bad", "AS ACCEPTED": "warn", "NOT DECIDABLE": "warn", "NOTHING CHECKED": "warn",
 }  # fmt: skip

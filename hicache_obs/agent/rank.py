@@ -297,14 +297,11 @@ class RankReader:
         self._show_coverage()
 
     def _show_coverage(self) -> None:
-        now, of = time.monotonic(), self._of
-        lost = of.total("dropped_records_total") - of.value("dropped_records_total", "unresolved")
-        share = self._coverage.share(now, analysed=of.total("records_total"), lost=lost)
-        of.gauge("coverage_ratio").set(int(share * 1e9))
-        if self._skipped_at is not None and now - self._skipped_at > WINDOW_S:
+        self._coverage.show(self._of)
+        if self._skipped_at is not None and time.monotonic() - self._skipped_at > WINDOW_S:
             LOG.info("%s: is judged in full again; %d records were left out", self.path, self._skipped)
             self._skipped, self._skipped_at = 0, None
-        of.gauge("sampling").set(int(self._skipped_at is not None))
+        self._of.gauge("sampling").set(int(self._skipped_at is not None))
 
     def turn(self, *, scraped: bool) -> None:
         """A cycle is over; ``scraped``: the metrics were read since the last one."""

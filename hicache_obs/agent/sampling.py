@@ -6,8 +6,11 @@ What follows is judged record by record again. The length of both follows from h
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Final
+
+from hicache_obs.exporters.rank_metrics import RankMetrics
 
 SAMPLE_FROM: Final = 0.5
 """A ring that is less full holds enough for a while: nothing is left out."""
@@ -60,3 +63,9 @@ class Coverage:
         elif self._share is None and analysed + lost:
             self._share = analysed / (analysed + lost)
         return 0.0 if self._share is None else self._share
+
+    def show(self, of: RankMetrics) -> None:
+        """Set the rank's gauge from what its counters say now. Device times that never came are no record lost."""
+        lost = of.total("dropped_records_total") - of.value("dropped_records_total", "unresolved")
+        share = self.share(time.monotonic(), analysed=of.total("records_total"), lost=lost)
+        of.gauge("coverage_ratio").set(int(share * 1e9))

@@ -7,9 +7,10 @@ records in the journal, and counts again from this number on: a race found in th
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Final
+
+from hicache_obs.whole_file import PARTIALS, replace_file
 
 NAME: Final = "scraped"
 
@@ -51,13 +52,12 @@ class ScrapeMark:
 
     def _write(self) -> None:
         """Whole or not at all; a full disk leaves the mark before, and the next agent counts more again."""
-        partial = self._path.with_name(f".{NAME}.partial")
         with contextlib.suppress(OSError):
-            partial.write_text(str(self._shown), encoding="ascii")
-            os.replace(partial, self._path)
+            replace_file(self._path, str(self._shown).encode())
             self._written = self._shown
 
 
 def remove(folder: Path) -> None:
-    """Delete the mark of a journal that is deleted."""
-    (folder / NAME).unlink(missing_ok=True)
+    """Delete the mark of a journal that is deleted, and what a killed agent has left of one."""
+    for mark in (folder / NAME, *folder.glob(f".{NAME}{PARTIALS}")):
+        mark.unlink(missing_ok=True)

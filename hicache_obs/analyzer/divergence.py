@@ -3,15 +3,23 @@
 Every rank of a group must enter the same collectives in the same sequence; where one enters another, all of them wait
 for ever, or exchange what does not belong together. Between ranks nothing but the place in that sequence says what
 belongs together: neither times nor the order in a file.
+
+Here all ranks of a group are compared place by place, up to the first loss, and the rank that left something out is
+named. ``hicache_obs.fleet.agreement`` compares two long sequences, of any kind of decision, and finds its way behind
+losses. What a loss may hide is one rule for both: ``HARMLESS``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from hicache_obs.records import AnyRecord, Collective, Define, DropReason, Lost, OpId, ThreadId
 from hicache_obs.trace import Names
+
+HARMLESS: Final = frozenset((DropReason.UNRESOLVED, DropReason.EDGE))
+"""Reasons of losses among which no decision of a program can be: no collective, no allocation, no transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class CollectiveOrder:
             if isinstance(record, Define):
                 names.learn(record)
             elif isinstance(record, Lost):
-                self.cut = self.cut or record.reason is not DropReason.UNRESOLVED
+                self.cut = self.cut or record.reason not in HARMLESS
             elif isinstance(record, Collective) and not self.cut:
                 group = names.groups.get(record.collective_group, str(record.collective_group))
                 entry = Entered(record.rank, names.site(record.site), record.op, record.thread)

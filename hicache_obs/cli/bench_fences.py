@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hicache_obs.cli.demo_policies import BARRIERS, FENCES, WRITE_POLICIES
 from hicache_obs.cli.json_file import writable_json, write_json
-from hicache_obs.cli.whole_file import write_whole
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import worst
+from hicache_obs.whole_file import write_whole
 
 if TYPE_CHECKING:
     from hicache_obs.cli.fence_cells import BenchOptions, Cell, Grid

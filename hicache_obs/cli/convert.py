@@ -85,7 +85,7 @@ def command(files: Sequence[Path], output: Path, to: str | None, journal: Path |
     kind = _format(output, to)
     check_journal(files, journal)
     from hicache_obs.cli.output_file import check_output
-    from hicache_obs.cli.whole_file import written
+    from hicache_obs.whole_file import written
 
     check_output(output, [*files, *([] if journal is None else [journal])], force=force)
     with progress_of(files[0]) as progress:

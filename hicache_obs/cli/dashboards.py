@@ -14,13 +14,14 @@ from hicache_obs.errors import ConfigError
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", required=True, help="New or empty directory.")
 @click.option("--runbooks", metavar="URL", default=RUNBOOKS, help="Where you serve the folder 'runbooks'.")
 @click.option("--grafana", metavar="URL", default=GRAFANA, help="Where your Grafana is.")
-def command(out: Path, runbooks: str, grafana: str) -> int:
+@click.option("--tls", is_flag=True, help="Agents have a certificate: boards lead to their pages by https.")
+def command(out: Path, runbooks: str, grafana: str, tls: bool) -> int:
     """Write rules and alerts for Prometheus, routes for Alertmanager, dashboards for Grafana, manifests for Kubernetes
     and a runbook per alert.
 
     Without the two addresses the alerts' links lead nowhere.
     """
-    files = site_files(runbooks=runbooks, grafana=grafana)
+    files = site_files(runbooks=runbooks, grafana=grafana, tls=tls)
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"--out {out}: is there already; expected a new or empty directory")

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from hicache_obs import __version__
 from hicache_obs.agent import Agent, Fanout, Follower, RankPipeline, WatchedRing
+from hicache_obs.agent.sampling import Coverage
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.tally import Defect, Tally
 from hicache_obs.cli.demo_journal import DemoJournal
@@ -209,6 +210,7 @@ class DemoRun:
         self._journal_problem = ""
         self._board = FindingsBoard() if board is None else board
         self._outputs = outputs
+        self._coverage = Coverage()
         self._next_op = 0
         """Runs go on counting: a profile of the process holds every operation id once."""
         self._ring_slots = read_setting("ring_slots")[0]
@@ -411,7 +413,7 @@ class DemoRun:
             of.gauge("heartbeat_timestamp_seconds").set(time.time_ns())
 
     def _account(self, recorder: Recorder, bare: Device, analyzer: Analyzer) -> Callable[[int, int], None] | None:
-        """``Agent(on_spent=)`` that tells the metrics what watching costs, how exact times are, what is pending."""
+        """``Agent(on_spent=)`` that tells the metrics what watching costs and misses, how exact times are, and more."""
         metrics = self._metrics
         if metrics is None:
             return None
@@ -425,6 +427,7 @@ class DemoRun:
             metrics.add_overhead(Phase.RESOLVE, resolve_ns)
             metrics.add_overhead(Phase.ANALYZE, analyze_ns)
             metrics.set_clock_error(bare.clock_error_ns)
+            self._coverage.show(metrics.rank(ONLY_RANK))
             for pending in analyzer.pending_transfers():
                 age_ns = 0 if pending.oldest_ns is None else max(0, bare.host_ns() - pending.oldest_ns)
                 metrics.set_pending(pending.kind, pending.transfers, age_ns)

@@ -16,12 +16,12 @@ from hicache_obs.cli.judge import plain
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.cli.outputs import accepted_option, load_accepted
 from hicache_obs.cli.report import check_output
-from hicache_obs.cli.whole_file import write_whole, written
 from hicache_obs.errors import ConfigError
 from hicache_obs.fleet.document import to_json
 from hicache_obs.fleet.places import RankPlace, find_ranks
 from hicache_obs.fleet.run import Executor, Inline, Progress, analyse_fleet
 from hicache_obs.fleet.verdict import Judged, clock_text
+from hicache_obs.whole_file import write_whole, written
 
 if TYPE_CHECKING:
     from hicache_obs.fleet.rank import RankSummary

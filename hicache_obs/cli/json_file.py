@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from hicache_obs.cli.whole_file import is_same, write_whole
 from hicache_obs.errors import ConfigError
+from hicache_obs.whole_file import is_same, write_whole
 
 
 def writable_json(json_file: str | None, option: str = "--json", *, source: Path | None = None) -> Path | None:

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hicache_obs.cli.whole_file import is_same
 from hicache_obs.errors import ConfigError
 from hicache_obs.readers.journal_format import FILE_NAME
 from hicache_obs.readers.parquet import PARQUET_NAME
+from hicache_obs.whole_file import is_same
 
 
 def check_output(path: Path, inputs: Sequence[Path], *, force: bool) -> None:

@@ -14,10 +14,10 @@ from hicache_obs.cli.judge import check_journal, judge_file, progress_of, senten
 from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.cli.outputs import accepted_option, load_accepted
 from hicache_obs.cli.sections import section_of
-from hicache_obs.cli.whole_file import is_same, write_whole
 from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.html import MARK, Section, render
 from hicache_obs.findings import ExitCode, worst
+from hicache_obs.whole_file import is_same, write_whole
 
 _JOURNAL_HELP: Final = "Journal of the same run: page sets and order from it, device times from the one profile."
 

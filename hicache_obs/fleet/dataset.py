@@ -7,7 +7,7 @@
     comparisons/, divergences/, clocks/   of all ranks, one file each
 
 A file is called after the rank's place in the order of all ranks; column ``rank`` is its name. Written anew as a whole
-(``hicache_obs.cli.whole_file``), so nobody sees half of one. The same results give the same bytes.
+(``hicache_obs.whole_file``), so nobody sees half of one. The same results give the same bytes.
 """
 
 from __future__ import annotations

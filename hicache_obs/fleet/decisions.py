@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hicache_obs.analyzer.divergence import HARMLESS
 from hicache_obs.records import (
     Access,
     AnyRecord,
@@ -27,7 +28,6 @@ from hicache_obs.records import (
     Define,
     DefineSpace,
     Direction,
-    DropReason,
     Lost,
     Memcpy,
     OpId,
@@ -46,8 +46,6 @@ MAX_NAMES: Final = 1 << 16
 """Names of threads, sites and groups that are kept."""
 CACHE: Final = "cache"
 COLLECTIVES: Final = "collectives"
-_HARMLESS: Final = frozenset((DropReason.UNRESOLVED, DropReason.EDGE))
-"""Losses that no decision can be among."""
 _NO_CALL: Final = frozenset((Times, Define, Lost))
 """Records whose time is not that of a call of their thread."""
 _NAMED: Final = frozenset((DefineSpace.THREAD, DefineSpace.SITE, DefineSpace.GROUP))
@@ -158,7 +156,7 @@ class DecisionLog:
             self._names.learn(record)
 
     def _on_lost(self, record: Lost) -> None:
-        if record.reason in _HARMLESS:
+        if record.reason in HARMLESS:
             return
         self._lost = True
         self._entering.clear()

@@ -380,7 +380,6 @@ class _Builder:
                     calls.stream[index] = self._streams((row.device or 0, row.stream))
                 continue
             facts.sync_rows += 1
-            facts.sync_table = True
             if index is None:
                 if row.correlation is not None:
                     gaps.add(row.correlation)

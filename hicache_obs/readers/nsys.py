@@ -189,7 +189,6 @@ class _Export:
         process = self._process(pid)
         record_call = keys.find(self._keys(process, correlation))
         record_keys = process, context, event, correlation, sync_id
-        facts.record_rows = len(event)
         known = record_call != UNKNOWN
         calls.stream[record_call[known]] = self._stream(process, device, context, stream)[known]
         self._note_gaps(process[~known], correlation[~known])
@@ -198,7 +197,7 @@ class _Export:
             facts.event_trace = bool((tables.numbers(_EVENT, ["timestamp"])[0] > 0).any())
 
         device, context, stream, correlation, pid, event, sync_id = tables.numbers(_SYNC, columns)
-        facts.sync_table, facts.sync_rows = bool(tables.columns(_SYNC)), len(event)
+        facts.sync_rows = len(event)
         process = self._process(pid)
         index = keys.find(self._keys(process, correlation))
         self._note_gaps(process[index == UNKNOWN], correlation[index == UNKNOWN])

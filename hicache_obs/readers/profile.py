@@ -212,8 +212,6 @@ class Facts:
         producer: Program and version that wrote the file.
         schema: Version of its format.
         sync_rows: Rows about synchronisation.
-        sync_table: The file can hold such rows at all.
-        record_rows: Rows that say which stream an event was recorded on.
         error_ns: Largest rounding of a device time in this format.
         dropped: Operations without usable times (zero, or end before start).
         same_stream_overlaps: Neighbours of one stream whose times overlap.
@@ -225,14 +223,11 @@ class Facts:
         outside: Device operations whose launch is not in the file.
         unseen: Launches whose operation is not in the file.
         mixed_ids: Correlation ids that calls of several processes share, where device rows name no process.
-        messages: What the profiler itself complained about.
     """
 
     producer: str
     schema: str
     sync_rows: int = 0
-    sync_table: bool = False
-    record_rows: int = 0
     error_ns: int = 0
     dropped: int = 0
     same_stream_overlaps: int = 0
@@ -244,7 +239,6 @@ class Facts:
     outside: int = 0
     unseen: int = 0
     mixed_ids: int = 0
-    messages: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)

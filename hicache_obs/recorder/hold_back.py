@@ -12,7 +12,8 @@ from typing import Final, Protocol, cast
 
 from hicache_obs._struct import replace
 from hicache_obs.recorder.batch import Block
-from hicache_obs.recorder.ring import BlockSink, Numbers, pack_plain
+from hicache_obs.recorder.sink import BlockSink, Numbers
+from hicache_obs.recorder.slot import pack_plain
 from hicache_obs.records import Access, AnyRecord, CaptureMode, DropReason, PageIds
 
 DEFAULT_MAX_HELD: Final = 1 << 14

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
+from hicache_obs.recorder.counters import RecorderCounters
 from hicache_obs.recorder.event_state import EventState
-from hicache_obs.recorder.recorder import Recorder, RecorderCounters
+from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.records import Purpose, StreamId, StreamKind, Work
 from hicache_obs.streams import protocol
 

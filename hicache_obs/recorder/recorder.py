@@ -1,8 +1,7 @@
 """The recorder: turns stream calls into records, in issue order, without ever getting in the engine's way.
 
 Every hook is called in the engine's thread, around the engine's call. A hook never raises, never waits for the
-device and does no I/O; what goes wrong in it is counted, logged once, and after ``MAX_FAILURES`` in a row recording
-switches itself off. An operation gets its id and its place in the ring in one step, so the ring is in id order.
+device and does no I/O. ``emitter`` has how a record is made and appended, here is which.
 
 What a host thread learns by a call that returns later than it was made (a query, a sync) is recorded only as far
 as it is certain: if somebody recorded the event again, or queued work on the stream, during the call, then what
@@ -11,32 +10,22 @@ was complete is not what a record written now would say.
 
 from __future__ import annotations
 
-import itertools
-import logging
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
+from hicache_obs.recorder.emitter import MAX_STREAMS, Emitter
 from hicache_obs.recorder.event_state import EventState
-from hicache_obs.recorder.lane import Lanes
-from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
+from hicache_obs.recorder.nvtx_ranges import RangeName
 from hicache_obs.recorder.pair import Pair
-from hicache_obs.recorder.ring import RecordSink
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
-    NO_OP,
     Access,
     AnyRecord,
-    CaptureMode,
     Collective,
-    Define,
     DefineSpace,
-    DropReason,
     EventId,
     EventQuery,
     EventRecord,
@@ -61,54 +50,15 @@ from hicache_obs.records import (
     RowsDiscarded,
     Space,
     StreamId,
-    StreamKind,
     TensorAlloc,
     TensorFree,
     ThreadId,
     ThreadPost,
     ThreadRecv,
-    Times,
     WaitStream,
     Work,
 )
 from hicache_obs.streams.protocol import Device, Probe, Stream
-
-MAX_FAILURES: Final = 16
-MAX_SITES: Final = 4096
-MAX_STREAMS: Final = 1 << 16
-DEFAULT_MAX_PENDING: Final = 1 << 14
-
-_LOG: Final = logging.getLogger(__name__)
-Build = Callable[[OpId, ThreadId, int], AnyRecord | None]
-_Pending = tuple[OpId, ThreadId, Probe, Device]
-
-
-@dataclass(frozen=True, slots=True)
-class RecorderCounters:
-    """What a recorder has done so far.
-
-    Attributes:
-        launches: Kernels recorded.
-        copies: Copies recorded.
-        waits: ``wait_stream`` and ``wait_event`` calls recorded.
-        ranges_opened, ranges_closed: NVTX ranges, counted whether or not a tool is attached.
-        pairs_resolved: Operations whose device times are known.
-        pairs_dropped: Operations whose device times will never be known.
-        uncertain: Queries and syncs left out, because something else happened during the call.
-        errors: Failures inside the recorder.
-        hook_ns: Time the engine's threads have spent in hooks.
-    """
-
-    launches: int = 0
-    copies: int = 0
-    waits: int = 0
-    ranges_opened: int = 0
-    ranges_closed: int = 0
-    pairs_resolved: int = 0
-    pairs_dropped: int = 0
-    uncertain: int = 0
-    errors: int = 0
-    hook_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,92 +69,14 @@ class StreamMark:
     marker: EventId | None
 
 
-class Recorder:
+class Recorder(Emitter):
     """Makes the records of one process. Any thread may call any method.
 
     A record is made before the device's call, so host threads that use one stream at the same moment, without
     any order between them, may be recorded the other way round than the device saw them.
 
-    Args:
-        sink: Where the records go; a ``RingWriter``.
-        clock: The observed device's ``host_ns``.
-        ranges: NVTX ranges; chosen for this process by default.
-        max_pending: Operations that may wait for their device times. Beyond that the oldest never gets any.
-        first_op: Id of the first operation. A process with several recorders, one after the other, goes on with
-            ``next_op`` of the one before: a profile of the process then holds every id once.
-        lanes: The threads' states, if somebody else keeps them as well.
+    Args: those of ``Emitter``.
     """
-
-    def __init__(
-        self,
-        sink: RecordSink,
-        *,
-        clock: Callable[[], int],
-        ranges: Ranges | None = None,
-        max_pending: int = DEFAULT_MAX_PENDING,
-        first_op: int = 0,
-        lanes: Lanes | None = None,
-    ) -> None:
-        self._sink = sink
-        self._clock = clock
-        self._ranges = open_ranges() if ranges is None else ranges
-        self._max_pending = max_pending
-        self._pending: deque[_Pending] = deque()
-        """Operations whose device times are not known yet, in issue order."""
-        # Re-entrant: a signal handler may use the engine while its own thread is in a hook. A ring's own, if the
-        # records go into one: two locks would cost twice as much.
-        self._lock = getattr(sink, "lock", None) or threading.RLock()
-        self._tally_lock = threading.RLock()
-        self._resolving = threading.Lock()
-        self._busy = False
-        self._on = True
-        self._lanes = Lanes() if lanes is None else lanes
-        self._threads = 0
-        self._next_op = OpId(first_op)
-        self._events = itertools.count(1)
-        self._ios = itertools.count(1)
-        self._sites: dict[str, int] = {}
-        self._streams: set[int] = set()
-        self._last_on: dict[int, int] = {}
-        """Last operation queued on each stream, records and waits included."""
-        self._markers: dict[tuple[int, int], EventId] = {}
-        """Own events, by thread and stream: they mark what a sync covers."""
-        self._stream_known: dict[tuple[int, int], int] = {}
-        self._row_of_failures = 0
-        self._launches = self._copies = self._waits = self._opened = self._closed = 0
-        self._resolved = self._unresolved = self._uncertain = self._errors = self._hook_ns = 0
-
-    @property
-    def on(self) -> bool:
-        """False once too many failures have switched recording off, or the sink is closed."""
-        return self._on and self._sink.writable
-
-    @property
-    def next_op(self) -> int:
-        """Id of the next operation."""
-        return self._next_op
-
-    @property
-    def ranges(self) -> Ranges:
-        """The NVTX ranges in use."""
-        return self._ranges
-
-    @property
-    def counters(self) -> RecorderCounters:
-        """A snapshot."""
-        with self._lock, self._tally_lock:
-            return RecorderCounters(
-                launches=self._launches,
-                copies=self._copies,
-                waits=self._waits,
-                ranges_opened=self._opened,
-                ranges_closed=self._closed,
-                pairs_resolved=self._resolved,
-                pairs_dropped=self._unresolved,
-                uncertain=self._uncertain,
-                errors=self._errors,
-                hook_ns=self._hook_ns,
-            )
 
     # -- for the engine --------------------------------------------------------------------------------------
 
@@ -215,10 +87,6 @@ class Recorder:
     def define_pool(self, name: str, layers: int, *, pool: int = 0, space: Space = Space.DEVICE) -> None:
         """State the name and layer count of a page pool."""
         self.define(DefineSpace.POOL if space is Space.DEVICE else DefineSpace.HOST_POOL, pool, name, layers)
-
-    def define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> None:
-        """Give an id a name."""
-        self._emit(lambda _, thread, now: Define(NO_OP, thread, now, space, number, text, value), uses_op=False)
 
     def page_alloc(self, owner: int, access: Access) -> None:
         """An allocator hands out pages to ``owner``."""
@@ -336,7 +204,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
             self._failed(error)
             return None
-        self._await((op, thread, Pair(first, last), device))
+        self._pending.add(op, thread, Pair(first, last), device)
         return first, last
 
     def end_replay(self, events: Sequence[EventState]) -> None:
@@ -371,12 +239,7 @@ class Recorder:
         """The call that ``probe`` was for has failed: its times will never come."""
         if probe is None or not self.on:
             return
-        with self._lock:
-            for item in reversed(self._pending):
-                if item[2] is probe or (isinstance(item[2], Pair) and item[2].first is probe):
-                    self._pending.remove(item)
-                    self._unresolved += 1
-                    return
+        self._pending.abandon(probe)
 
     def begin_event_record(self, event: EventState, stream: Callable[[], Stream]) -> None:
         """``event`` is recorded on the stream that ``stream()`` gives. Partner of ``end_event_record``."""
@@ -451,7 +314,7 @@ class Recorder:
                 return HostSync(op, thread, now, self._stream(stream))
             if mark.marker is not None:
                 return EventSync(op, thread, now, mark.marker)
-            self._uncertain += 1
+            self._counters.uncertain += 1
             return None
 
         self._emit(build)
@@ -473,7 +336,7 @@ class Recorder:
                 self._emit(lambda op, thread, now: HostSync(op, thread, now, None))
                 return
             quiet = [stream for stream, last in self._last_on.items() if queued.get(stream, -1) == last]
-            self._uncertain += 1
+            self._counters.uncertain += 1
         for stream in quiet:
             self._emit(lambda op, thread, now, s=stream: HostSync(op, thread, now, StreamId(s)))  # type: ignore[misc] # a default binds the loop variable
 
@@ -494,7 +357,7 @@ class Recorder:
             if self._stream_known.get(key) == last:
                 return
             if self.last_on(stream) != last:
-                self._uncertain += 1
+                self._counters.uncertain += 1
                 return
             self._stream_known[key] = last
             self._emit(
@@ -534,186 +397,16 @@ class Recorder:
 
         Call it at 10 Hz or less. It stops at the first operation that is not complete yet.
         """
-        if not self._resolving.acquire(blocking=False):
-            return 0
-        count = 0
-        try:
-            while self._sink.writable and self._pending:
-                try:
-                    op, thread, probe, device = item = self._pending.popleft()
-                except IndexError:
-                    break
-                try:
-                    ready = probe.ready()
-                    start_ns, end_ns = probe.times_ns() if ready else (0, 0)
-                    error_ns = device.clock_error_ns
-                except Exception as error:  # noqa: BLE001 a device error must not end the agent
-                    self._give_up()
-                    self._failed(error)
-                    continue
-                if not ready:
-                    self._pending.appendleft(item)
-                    break
-                self._sink.append(Times(op, thread, self._clock(), start_ns, end_ns, error_ns))
-                count += 1
-            self._sink.beat(self._clock())
-        finally:
-            with self._lock:
-                self._resolved += count
-            self._resolving.release()
-        return count
-
-    def flush_batch(self) -> None:
-        """Put what the calling thread has batched into the ring. ``ServerRecorder`` makes batches."""
+        return self._pending.resolve()
 
     # -- inside ----------------------------------------------------------------------------------------------
-
-    def _emit(
-        self, build: Build, device: Device | None = None, name: RangeName | None = None, *, uses_op: bool = True
-    ) -> Probe | None:
-        """Append what ``build`` makes, and count it; a probe if it was kept and ``device`` is given."""
-        started = time.perf_counter_ns()
-        if not (self._on and self._sink.writable):
-            return None
-        if self._sink.mode is CaptureMode.OFF:
-            self._sink.drop(DropReason.SWITCHED_OFF)
-            return None
-        if self._lanes.lane.batch is not None:
-            self.flush_batch()
-        try:
-            with self._lock:
-                if self._busy:
-                    self._sink.drop(DropReason.RECORDER_ERROR)
-                    return None
-                self._busy = True
-                try:
-                    op = self._next_op
-                    thread = self._thread()
-                    record = build(op, thread, self._clock())
-                    if record is None:
-                        return None
-                    if uses_op:
-                        self._next_op = op + 1  # type: ignore[assignment] # a call of the type costs as much as the clock
-                    kept = self._sink.append(record)
-                    self._row_of_failures = 0
-                    if not kept or name is None:
-                        return None
-                    if name is RangeName.SEGMENT:
-                        self._launches += 1
-                    elif name is RangeName.COPY:
-                        self._copies += 1
-                    else:
-                        self._waits += 1
-                    return None if device is None else self._probe(device, op, thread, name)
-                finally:
-                    self._busy = False
-                    self._hook_ns += time.perf_counter_ns() - started
-        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
-            self._failed(error)
-            return None
-
-    def _probe(self, device: Device, op: OpId, thread: ThreadId, name: RangeName) -> Probe:
-        probe = device.probe(partial(self._open_range, name, op), self._close_range)
-        self._await((op, thread, probe, device))
-        return probe
-
-    def _await(self, item: _Pending) -> None:
-        """Write the operation's device times once they are known; beyond the bound the oldest never get any."""
-        if len(self._pending) >= self._max_pending:
-            try:
-                self._pending.popleft()
-            except IndexError:  # the agent was faster
-                pass
-            else:
-                self._give_up()
-        self._pending.append(item)
-
-    def _give_up(self) -> None:
-        with self._lock:
-            self._unresolved += 1
-        self._sink.drop(DropReason.UNRESOLVED)
-
-    def _open_range(self, name: RangeName, op: OpId) -> None:
-        try:
-            self._ranges.push(name, op)
-            with self._tally_lock:
-                self._opened += 1
-        except Exception as error:  # noqa: BLE001 this runs inside the device
-            self._failed(error)
-
-    def _close_range(self) -> None:
-        try:
-            self._ranges.pop()
-            with self._tally_lock:
-                self._closed += 1
-        except Exception as error:  # noqa: BLE001 this runs inside the device
-            self._failed(error)
-
-    def _failed(self, error: Exception) -> None:
-        try:
-            with self._lock:
-                self._errors += 1
-                self._row_of_failures += 1
-                first = self._errors == 1
-                off = self._on and self._row_of_failures >= MAX_FAILURES
-                if off:
-                    self._on = False
-                self._sink.drop(DropReason.RECORDER_ERROR)
-            if first:
-                _LOG.warning("hicache-obs: recording failed, the engine is not affected", exc_info=error)
-            if off:
-                _LOG.error("hicache-obs: recording is off after %d failures in a row", MAX_FAILURES)
-        except Exception:  # noqa: BLE001 the last line of defence
-            pass
 
     def _settled(self, event: EventState, version: int) -> bool:
         """Whether no record of ``event`` was made since ``version``, nor was being made then."""
         if event.stamp == version and not version & 1:
             return True
-        self._uncertain += 1
+        self._counters.uncertain += 1
         return False
-
-    def _thread(self) -> ThreadId:
-        number = self._lanes.lane.number
-        return number if number >= 0 else self._name_thread()
-
-    def _name_thread(self) -> ThreadId:
-        me = self._lanes.lane
-        if me.assigned < 0:
-            me.assigned = ThreadId(self._threads)
-            self._threads += 1
-        if self._define(DefineSpace.THREAD, me.assigned, threading.current_thread().name):
-            me.number = me.assigned
-        return me.assigned
-
-    def _stream(self, stream: Stream) -> StreamId:
-        handle = stream.stream_id
-        if handle not in self._streams:
-            if len(self._streams) >= MAX_STREAMS:
-                self._streams.clear()
-                self._last_on.clear()
-                self._stream_known.clear()
-            kind = getattr(stream, "kind", StreamKind.NONBLOCKING)
-            if self._define(DefineSpace.STREAM, handle, stream.name, kind):
-                self._streams.add(handle)
-        return handle
-
-    def _queue_on(self, stream: Stream, op: OpId) -> StreamId:
-        """Name of ``stream``, on which ``op`` is being queued."""
-        handle = self._stream(stream)
-        self._last_on[handle] = op
-        return handle
-
-    def _site(self, name: str) -> int:
-        site = self._sites.get(name)
-        if site is not None:
-            return site
-        if len(self._sites) >= MAX_SITES:
-            return MAX_SITES
-        site = len(self._sites)
-        if self._define(DefineSpace.SITE, site, name):
-            self._sites[name] = site
-        return site
 
     def _marker(self, thread: ThreadId, stream: Stream) -> EventId:
         key = (thread, stream.stream_id)
@@ -723,10 +416,6 @@ class Recorder:
                 self._markers.clear()
             marker = self._markers[key] = EventId(next(self._events))
         return marker
-
-    def _define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> bool:
-        thread = ThreadId(max(0, self._lanes.lane.assigned))
-        return self._sink.append(Define(NO_OP, thread, self._clock(), space, number, text, value))
 
 
 def _graph_node(

@@ -15,171 +15,65 @@ What makes it safe without a lock between the two processes:
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
-import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 
-from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Hazard
+from hicache_obs.recorder.arena import Arena
 from hicache_obs.recorder.batch import Block
-from hicache_obs.recorder.process import pid_namespace, process_start
+from hicache_obs.recorder.ring_file import check_size, make_file, write_header
+from hicache_obs.recorder.sink import Numbers
+from hicache_obs.recorder.slot import (
+    SlotPacker,
+    cell_words,
+    pack_plain_into,
+    pack_work,
+    plain_record,
+    unpack_plain,
+)
 from hicache_obs.records import (
     ALL_LAYERS,
     HEADER_BYTES,
-    KINDS,
-    MAX_ACCESSES,
     MAX_ARENA_WORDS,
     MAX_SLOTS,
-    MAX_TEXT_BYTES,
     NO_OP,
     OBSERVABLE_STATED,
-    RING_MAGIC,
-    RING_VERSION,
-    ROWS_CELL,
     SLOT_BYTES,
     SLOT_LIST,
     Access,
     AnyRecord,
     CaptureMode,
-    Collective,
-    Define,
     DropReason,
-    EventId,
-    EventQuery,
-    EventRecord,
-    EventSync,
-    EventWait,
-    GraphNode,
-    GraphReplay,
-    HostAccess,
-    HostSync,
-    IoBegin,
-    IoEnd,
-    Kernel,
     Lost,
-    Memcpy,
     Mode,
-    OpId,
-    PageAlloc,
-    PageFree,
-    PageIds,
-    Purpose,
     Ranks,
     Record,
-    RecordStream,
-    Relocate,
     RingWord,
-    RowsDiscarded,
-    SlotAccess,
     Space,
-    StreamId,
-    TensorAlloc,
-    TensorFree,
-    ThreadId,
-    ThreadPost,
-    ThreadRecv,
-    Times,
-    WaitStream,
 )
 
 DEFAULT_SLOTS: Final = 1 << 16
 DEFAULT_ARENA_WORDS: Final = 1 << 20
-_REMEMBERED: Final = 64
-"""At least so many arrays may be used again from the arena; a round and a restore of many layers need a dozen."""
 
-_HEAD: Final = "<BBHIqqqqqqii"
-_pack: Final = struct.Struct(_HEAD).pack_into
-_plain: Final = struct.Struct(f"<Qqqqq{SLOT_BYTES - 40}x")
-_pack_plain: Final = _plain.pack_into
-pack_plain: Final = _plain.pack
-"""A whole slot of a record without cells: first word, op, host_ns, a, b. The rest is zeros."""
-_pack_work: Final = tuple(struct.Struct("<Qqqqqqqii" + "BBHIQ" * count).pack_into for count in range(MAX_ACCESSES + 1))
-_pack_round: Final = _pack_work[2]
 _ALL_END: Final = ALL_LAYERS[1]
 _DEVICE, _READS, _WRITES = int(Space.DEVICE), Mode.READ | SLOT_LIST, Mode.WRITE | SLOT_LIST
-_pack_cells: Final = tuple(struct.Struct(_HEAD + "BBHIQ" * count).pack_into for count in range(MAX_ACCESSES + 1))
-_cell_words: Final = tuple(struct.Struct("<" + "BBHIQ" * count).pack for count in range(MAX_ACCESSES + 1))
-_pack_text: Final = struct.Struct(f"{_HEAD}{MAX_TEXT_BYTES}s").pack_into
-
-EVENT_RECORD: Final = KINDS.index(EventRecord)
-EVENT_WAIT: Final = KINDS.index(EventWait)
-WAIT_STREAM: Final = KINDS.index(WaitStream)
-"""Kinds that ``put`` takes."""
+_pack_round: Final = pack_work[2]
 _MODE: Final = int(RingWord.MODE)  # plain numbers: looking up an enum member costs more than the store
 _HEAD_WORD: Final = int(RingWord.HEAD)
-_ARENA_HEAD: Final = int(RingWord.ARENA_HEAD)
 _ARENA_LOW: Final = int(RingWord.ARENA_LOW)
 
 _MODES: Final = tuple(CaptureMode)
 
 # Stores become visible in program order on x86; elsewhere a record could appear before its contents.
 _STRONG_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
-
-
-class Numbers(Protocol):
-    """Consecutive 64-bit integers: an ``array`` of them."""
-
-    def __len__(self) -> int: ...
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-
-
-class RecordSink(Protocol):
-    """Where a recorder puts its records."""
-
-    @property
-    def writable(self) -> bool:
-        """False for good once closed, or in a forked child. May be read without a lock."""
-
-    @property
-    def mode(self) -> CaptureMode: ...
-
-    def append(self, record: AnyRecord) -> bool:
-        """Keep ``record``; False if it was dropped, and counted."""
-
-    def drop(self, reason: DropReason, count: int = 1) -> None:
-        """Count records that were lost before they got here; a ``Lost`` record will say so."""
-
-    def beat(self, host_ns: int) -> None:
-        """Say that the writer is alive."""
-
-
-class BlockSink(RecordSink, Protocol):
-    """A ``RecordSink`` that also takes packed records, and many at once. See ``RingWriter``."""
-
-    def put(self, word: int, op: int, host_ns: int, a: int, b: int) -> bool: ...
-
-    def put_work(
-        self, word: int, op: int, host_ns: int, numbers: tuple[int, int, int, int], layers: tuple[int, int],
-        accesses: tuple[Access, ...],
-    ) -> bool: ...  # fmt: skip
-
-    def put_round(
-        self,
-        word: int,
-        op: int,
-        host_ns: int,
-        stream: int,
-        site: int,
-        group: int,
-        pool: int,
-        lists: Numbers,
-        split: int,
-    ) -> bool: ...
-
-    def put_packed(self, slot: bytes) -> bool: ...
-
-    def append_block(self, block: Block) -> bool:
-        """Keep all of ``block``'s records, in their order; False if all were dropped, and counted."""
 
 
 class RingWriter:
@@ -210,33 +104,20 @@ class RingWriter:
         clock: Callable[[], int] = time.monotonic_ns,
         mode: CaptureMode = CaptureMode.OBSERVE,
     ) -> None:
-        _check_size("slots", slots, 8, MAX_SLOTS)
-        _check_size("arena_words", arena_words, 16, MAX_ARENA_WORDS)
+        check_size("slots", slots, 8, MAX_SLOTS)
+        check_size("arena_words", arena_words, 16, MAX_ARENA_WORDS)
         self.path: Final = Path(path)
-        self._map = _make_file(self.path, HEADER_BYTES + slots * SLOT_BYTES + arena_words * 8)
+        self._map = make_file(self.path, HEADER_BYTES + slots * SLOT_BYTES + arena_words * 8)
         self._words = memoryview(self._map)[:HEADER_BYTES].cast("q")
-        self._arena: PageIds = np.frombuffer(
-            self._map, dtype="<i8", count=arena_words, offset=HEADER_BYTES + slots * SLOT_BYTES
-        )
         self._slot_words = np.frombuffer(
             self._map, dtype="<i8", count=slots * SLOT_BYTES // 8, offset=HEADER_BYTES
         ).reshape(slots, SLOT_BYTES // 8)
-        self._arena_view = memoryview(self._map)[HEADER_BYTES + slots * SLOT_BYTES :].cast("q")
-        """The arena for lists of plain numbers: they take numpy five times as long."""
+        self._arena = Arena(self._map, HEADER_BYTES + slots * SLOT_BYTES, arena_words, self._words)
+        self._cells = self._arena.cells
+        self._pack = SlotPacker(self._map, self._arena).pack
         self._slots = slots
-        self._arena_words = arena_words
         self._head = 0
         self._full_at = slots
-        self._arena_head = self._arena_tail_seen = 0
-        self._arena_low = self._promised = 0
-        self._remembered: dict[int, tuple[PageIds, int, int]] = {}
-        """By ``id`` of an array: the array (so that the id stays taken), its arena position and length."""
-        self._same_accesses: tuple[Access, ...] | None = None
-        """What ``_same_cells`` belongs to: the last accesses, if all their arrays are still remembered."""
-        self._same_cells: list[int] = []
-        self._forgotten = 0
-        """How often arrays were forgotten."""
-        self._clock = clock
         self._pending_lost = [0] * len(DropReason)
         self._any_lost = False
         # Re-entrant: a signal handler may append while its own thread is appending.
@@ -245,35 +126,7 @@ class RingWriter:
         self._busy = False
         self._fence = threading.Lock()
         self._fence.acquire()
-        self._pack: dict[type[Record], Callable[[int, Any], bool]] = {
-            Kernel: self._kernel,
-            Memcpy: self._memcpy,
-            EventRecord: self._event_record,
-            EventWait: self._event_wait,
-            WaitStream: self._wait_stream,
-            EventQuery: self._event_query,
-            EventSync: self._event_sync,
-            HostSync: self._host_sync,
-            HostAccess: self._host_access,
-            PageAlloc: self._page_alloc,
-            PageFree: self._page_free,
-            RecordStream: self._record_stream,
-            Times: self._times,
-            Lost: self._lost,
-            Define: self._define,
-            GraphReplay: self._graph_replay,
-            GraphNode: self._graph_node,
-            Relocate: self._relocate,
-            IoBegin: self._io_begin,
-            IoEnd: self._io_end,
-            ThreadPost: self._thread_post,
-            ThreadRecv: self._thread_recv,
-            TensorAlloc: self._tensor_alloc,
-            TensorFree: self._tensor_free,
-            Collective: self._collective,
-            RowsDiscarded: self._rows_discarded,
-        }
-        self._write_header(ranks, mode)
+        write_header(self._words, ranks, mode, clock, slots=slots, arena_words=arena_words)
         self.writable = self._open = True
         _LIVE.add(self)
 
@@ -351,7 +204,7 @@ class RingWriter:
         head, words = self._head, self._words
         if head >= self._full_at or self._any_lost or self._busy or not self._open or not words[_MODE]:
             return False
-        _pack_plain(self._map, HEADER_BYTES + head % self._slots * SLOT_BYTES, word, op, host_ns, a, b)
+        pack_plain_into(self._map, HEADER_BYTES + head % self._slots * SLOT_BYTES, word, op, host_ns, a, b)
         if not _STRONG_ORDER:
             self._fence.release()
             self._fence.acquire()
@@ -371,7 +224,7 @@ class RingWriter:
             return False
         count = len(accesses)
         place = HEADER_BYTES + head % self._slots * SLOT_BYTES
-        _pack_work[count](self._map, place, word | count << 8, op, host_ns, *numbers, *layers, *cells)
+        pack_work[count](self._map, place, word | count << 8, op, host_ns, *numbers, *layers, *cells)
         self._publish(head + 1)
         return True
 
@@ -393,24 +246,16 @@ class RingWriter:
             lists: The slot list of what it writes and, from word ``split`` on, that of what it reads. No other record
                 shares them: nothing is remembered of them.
         """
-        head, words, count, start = self._head, self._words, len(lists), self._arena_head
-        place, end = start % self._arena_words, start + count
-        if (
-            head >= self._full_at
-            or self._any_lost
-            or self._busy
-            or not self._open
-            or not words[_MODE]
-            or place + count > self._arena_words
-            or end - self._arena_tail_seen > self._arena_words
-            or end - self._arena_low > self._arena_words // 2
-        ):
+        head = self._head
+        if head >= self._full_at or self._any_lost or self._busy or not self._open or not self._words[_MODE]:
             return False
-        words[_ARENA_HEAD] = self._arena_head = end  # before the words are overwritten
-        self._arena_view[place : place + count] = lists
+        start = self._arena.put(lists)
+        if start is None:
+            return False
         _pack_round(
             self._map, HEADER_BYTES + head % self._slots * SLOT_BYTES, word, op, host_ns, stream, site, group, 0,
-            0, _ALL_END, _DEVICE, _WRITES, pool, split, start, _DEVICE, _READS, pool, count - split, start + split,
+            0, _ALL_END, _DEVICE, _WRITES, pool, split, start,
+            _DEVICE, _READS, pool, len(lists) - split, start + split,
         )  # fmt: skip
         self._publish(head + 1)
         return True
@@ -425,7 +270,7 @@ class RingWriter:
                 self._map[place : place + SLOT_BYTES] = slot
                 self._publish(self._head + 1)
                 return True
-            word, op, host_ns, a, b = _plain.unpack(slot)
+            word, op, host_ns, a, b = unpack_plain(slot)
             return self.append(plain_record(word, op, host_ns, a, b))
 
     def append_block(self, block: Block) -> bool:
@@ -462,7 +307,7 @@ class RingWriter:
             if cells is None:
                 self._free_arena()
                 return DropReason.ARENA_FULL
-            words.append(np.frombuffer(_cell_words[len(accesses)](*cells), dtype="<i8"))
+            words.append(np.frombuffer(cell_words[len(accesses)](*cells), dtype="<i8"))
         place = self._head % self._slots
         if place + count <= self._slots:
             block.fill(self._slot_words[place : place + count], words)
@@ -511,11 +356,9 @@ class RingWriter:
                 self._words[RingWord.CLOSED] = 1
             self._open = False
             _LIVE.discard(self)
-            self._remembered.clear()
-            self._arena = np.zeros(0, dtype=np.int64)
-            self._slot_words = self._arena.reshape(0, SLOT_BYTES // 8)
+            self._arena.close()
+            self._slot_words = np.zeros((0, SLOT_BYTES // 8), dtype=np.int64)
             self._words.release()
-            self._arena_view.release()
             try:
                 self._map.close()
             except BufferError:  # forked in the middle of another thread's append: it holds the map for ever
@@ -537,8 +380,9 @@ class RingWriter:
             self._fence.acquire()
         words[_HEAD_WORD] = head
         self._head = head
-        if self._arena_low != self._promised:
-            words[_ARENA_LOW] = self._promised = self._arena_low
+        arena = self._arena
+        if arena.low != arena.promised:
+            words[_ARENA_LOW] = arena.promised = arena.low
 
     def _room(self, slots: int) -> bool:
         self._full_at = self._words[RingWord.TAIL] + self._slots
@@ -552,79 +396,12 @@ class RingWriter:
         for reason in reasons:
             count = self._pending_lost[reason]
             lost = Lost(NO_OP, record.thread, record.host_ns, count, reason)
-            self._lost(HEADER_BYTES + (self._head % self._slots) * SLOT_BYTES, lost)
+            self._pack[Lost](HEADER_BYTES + (self._head % self._slots) * SLOT_BYTES, lost)
             self._publish(self._head + 1)
             self._words[RingWord.REPORTED + reason] += count
             self._pending_lost[reason] -= count
         self._any_lost = any(self._pending_lost)
         return True
-
-    # -- page ids --------------------------------------------------------------------------------------------
-
-    def _cells(self, accesses: tuple[Access, ...]) -> list[int] | None:
-        """Numbers of the access cells; ``None`` if the arena has no room for the pages."""
-        if accesses is self._same_accesses:  # the layers of one round or transfer
-            return self._same_cells
-        self._same_accesses = None
-        forgotten = self._forgotten
-        cells: list[int] = []
-        for access in accesses:
-            ids = access.ids
-            known = self._remembered.get(id(ids))
-            if known is None:
-                known = self._store(ids)
-                if known is None:
-                    return None
-            mode = access.mode | SLOT_LIST if type(access) is SlotAccess else access.mode
-            cells += (access.space, mode, access.pool, known[2], known[1])
-        if self._forgotten == forgotten:
-            self._same_accesses, self._same_cells = accesses, cells
-        return cells
-
-    def _row_cell(self, rows: PageIds) -> tuple[int, int, int, int, int] | None:
-        """Numbers of a row cell; ``None`` if the arena has no room."""
-        known = self._remembered.get(id(rows))
-        if known is None:
-            known = self._store(rows)
-            self._same_accesses = None  # their arrays may just have been forgotten
-        return None if known is None else (ROWS_CELL, 0, 0, known[2], known[1])
-
-    def _store(self, ids: PageIds) -> tuple[PageIds, int, int] | None:
-        count, words, start = len(ids), self._arena_words, self._arena_head
-        end = start + count
-        if count == 0:
-            return ids, start, 0
-        if end - self._arena_tail_seen > words:
-            self._arena_tail_seen = self._words[RingWord.ARENA_TAIL]
-            if end - self._arena_tail_seen > words:
-                return None
-        self._words[_ARENA_HEAD] = self._arena_head = end  # before the words are overwritten
-        place = start % words
-        if place + count <= words:
-            self._arena[place : place + count] = ids
-        else:
-            first = words - place
-            self._arena[place:] = ids[:first]
-            self._arena[: count - first] = ids[first:]
-        remembered = self._remembered
-        remembered[id(ids)] = known = (ids, start, count)
-        # At most half the arena stays taken by remembered arrays, so that reading always frees the other half.
-        if len(remembered) > 2 * _REMEMBERED or end - self._arena_low > words // 2:
-            self._forget(end)
-        return known
-
-    def _forget(self, end: int) -> None:
-        """Forget the oldest arrays, more than needed, so that this is rare."""
-        self._forgotten += 1
-        remembered = self._remembered
-        keep_from = end - self._arena_words // 4
-        excess = len(remembered) - _REMEMBERED
-        for number, (key, (_, start, _)) in enumerate(list(remembered.items())):
-            if number >= excess and start >= keep_from:
-                self._arena_low = start
-                return
-            del remembered[key]
-        self._arena_low = end
 
     def _no_arena(self) -> None:
         """Drop a record for want of arena, and let the reader free all of it: the next may be as large."""
@@ -632,246 +409,9 @@ class RingWriter:
         self._free_arena()
 
     def _free_arena(self) -> None:
-        self._remembered.clear()
-        self._same_accesses = None
-        self._words[_ARENA_LOW] = self._promised = self._arena_low = self._arena_head
-
-    # -- one method per kind, in the order of ``records.KINDS`` ----------------------------------------------
-
-    def _kernel(self, place: int, r: Kernel) -> bool:
-        cells = self._cells(r.accesses)
-        if cells is None:
-            return False
-        count = len(r.accesses)
-        if r.rows is not None and count < MAX_ACCESSES and (row_cell := self._row_cell(r.rows)) is not None:
-            cells = [*cells, *row_cell]
-            count += 1
-        _pack_cells[count](
-            self._map, place, 0, count, 0, r.thread, r.op, r.host_ns,
-            r.stream, r.site, r.group, r.size_bytes, r.layers[0], r.layers[1], *cells,
-        )  # fmt: skip
-        return True
-
-    def _memcpy(self, place: int, r: Memcpy) -> bool:
-        cells = self._cells(r.accesses)
-        if cells is None:
-            return False
-        count = len(r.accesses)
-        _pack_cells[count](
-            self._map, place, 1, count, r.direction, r.thread, r.op, r.host_ns,
-            r.stream, r.site, r.group, r.size_bytes, r.layers[0], r.layers[1], *cells,
-        )  # fmt: skip
-        return True
-
-    def _event_record(self, place: int, r: EventRecord) -> bool:
-        _pack(self._map, place, 2, 0, 0, r.thread, r.op, r.host_ns, r.event, r.stream, 0, 0, 0, 0)
-        return True
-
-    def _event_wait(self, place: int, r: EventWait) -> bool:
-        _pack(self._map, place, 3, 0, r.purpose, r.thread, r.op, r.host_ns, r.event, r.stream, 0, 0, 0, 0)
-        return True
-
-    def _wait_stream(self, place: int, r: WaitStream) -> bool:
-        _pack(self._map, place, 4, 0, r.purpose, r.thread, r.op, r.host_ns, r.waiter, r.on, 0, 0, 0, 0)
-        return True
-
-    def _event_query(self, place: int, r: EventQuery) -> bool:
-        _pack(self._map, place, 5, 0, r.result, r.thread, r.op, r.host_ns, r.event, 0, 0, 0, 0, 0)
-        return True
-
-    def _event_sync(self, place: int, r: EventSync) -> bool:
-        _pack(self._map, place, 6, 0, 0, r.thread, r.op, r.host_ns, r.event, 0, 0, 0, 0, 0)
-        return True
-
-    def _host_sync(self, place: int, r: HostSync) -> bool:
-        one, stream = (0, 0) if r.stream is None else (1, r.stream)
-        _pack(self._map, place, 7, 0, one, r.thread, r.op, r.host_ns, stream, 0, 0, 0, 0, 0)
-        return True
-
-    def _host_access(self, place: int, r: HostAccess) -> bool:
-        cells = self._cells(r.accesses)
-        if cells is None:
-            return False
-        count = len(r.accesses)
-        _pack_cells[count](self._map, place, 8, count, 0, r.thread, r.op, r.host_ns, 0, r.site, 0, 0, *r.layers, *cells)
-        return True
-
-    def _page_alloc(self, place: int, r: PageAlloc) -> bool:
-        cells = self._cells((r.access,))
-        if cells is None:
-            return False
-        _pack_cells[1](self._map, place, 9, 1, 0, r.thread, r.op, r.host_ns, 0, 0, r.owner, 0, 0, 0, *cells)
-        return True
-
-    def _page_free(self, place: int, r: PageFree) -> bool:
-        cells = self._cells((r.access,))
-        if cells is None:
-            return False
-        _pack_cells[1](self._map, place, 10, 1, 0, r.thread, r.op, r.host_ns, 0, 0, r.owner, 0, 0, 0, *cells)
-        return True
-
-    def _record_stream(self, place: int, r: RecordStream) -> bool:
-        _pack(self._map, place, 11, 0, 0, r.thread, r.op, r.host_ns, r.tensor, r.stream, 0, 0, 0, 0)
-        return True
-
-    def _times(self, place: int, r: Times) -> bool:
-        _pack(self._map, place, 12, 0, 0, r.thread, r.op, r.host_ns, r.start_ns, r.end_ns, r.error_ns, 0, 0, 0)
-        return True
-
-    def _lost(self, place: int, r: Lost) -> bool:
-        _pack(self._map, place, 13, 0, r.reason, r.thread, r.op, r.host_ns, r.count, 0, 0, 0, 0, 0)
-        return True
-
-    def _define(self, place: int, r: Define) -> bool:
-        text = cut_text(r.text)
-        _pack_text(self._map, place, 14, 0, len(text), r.thread, r.op, r.host_ns, r.id, r.value, r.space, 0, 0, 0, text)
-        return True
-
-    def _graph_replay(self, place: int, r: GraphReplay) -> bool:
-        cells = self._cells(r.accesses)
-        if cells is None:
-            return False
-        count = len(r.accesses)
-        _pack_cells[count](
-            self._map, place, 15, count, r.nodes, r.thread, r.op, r.host_ns,
-            r.stream, r.site, r.group, r.graph, *r.layers, *cells,
-        )  # fmt: skip
-        return True
-
-    def _graph_node(self, place: int, r: GraphNode) -> bool:
-        cells = self._cells(r.accesses)
-        if cells is None:
-            return False
-        count = len(r.accesses)
-        one, event = (0, 0) if r.event is None else (1, r.event)
-        _pack_cells[count](
-            self._map, place, 16, count, one, r.thread, r.op, r.host_ns,
-            event, r.after, r.index, 0, *r.layers, *cells,
-        )  # fmt: skip
-        return True
-
-    def _relocate(self, place: int, r: Relocate) -> bool:
-        cells = self._cells(r.accesses)
-        if cells is None:
-            return False
-        count = len(r.accesses)
-        _pack_cells[count](
-            self._map, place, 17, count, 0, r.thread, r.op, r.host_ns, r.stream, r.site, 0, 0, *r.layers, *cells
-        )
-        return True
-
-    def _io_begin(self, place: int, r: IoBegin) -> bool:
-        cells = self._cells(r.accesses)
-        if cells is None:
-            return False
-        count = len(r.accesses)
-        _pack_cells[count](
-            self._map, place, 18, count, r.kind, r.thread, r.op, r.host_ns, r.io, r.site, 0, 0, *r.layers, *cells
-        )
-        return True
-
-    def _io_end(self, place: int, r: IoEnd) -> bool:
-        _pack(self._map, place, 19, 0, 0, r.thread, r.op, r.host_ns, r.io, 0, 0, 0, 0, 0)
-        return True
-
-    def _thread_post(self, place: int, r: ThreadPost) -> bool:
-        _pack(self._map, place, 20, 0, 0, r.thread, r.op, r.host_ns, r.channel, 0, 0, 0, 0, 0)
-        return True
-
-    def _thread_recv(self, place: int, r: ThreadRecv) -> bool:
-        _pack(self._map, place, 21, 0, 0, r.thread, r.op, r.host_ns, r.channel, 0, 0, 0, 0, 0)
-        return True
-
-    def _tensor_alloc(self, place: int, r: TensorAlloc) -> bool:
-        _pack(self._map, place, 22, 0, 0, r.thread, r.op, r.host_ns, r.block, r.stream, r.tensor, 0, 0, 0)
-        return True
-
-    def _tensor_free(self, place: int, r: TensorFree) -> bool:
-        _pack(self._map, place, 23, 0, 0, r.thread, r.op, r.host_ns, 0, 0, r.tensor, 0, 0, 0)
-        return True
-
-    def _collective(self, place: int, r: Collective) -> bool:
-        _pack(self._map, place, 24, 0, 0, r.thread, r.op, r.host_ns, r.collective_group, r.site, r.rank, 0, 0, 0)
-        return True
-
-    def _rows_discarded(self, place: int, r: RowsDiscarded) -> bool:
-        cell = self._row_cell(r.requests)
-        if cell is None:
-            return False
-        _pack_cells[1](self._map, place, 25, 1, 0, r.thread, r.op, r.host_ns, 0, 0, r.group, 0, 0, 0, *cell)
-        return True
-
-    def _write_header(self, ranks: Ranks, mode: CaptureMode) -> None:
-        words = self._words
-        for word, value in (
-            (RingWord.VERSION, RING_VERSION),
-            (RingWord.SLOT_BYTES, SLOT_BYTES),
-            (RingWord.SLOTS, self._slots),
-            (RingWord.ARENA_WORDS, self._arena_words),
-            (RingWord.PID, os.getpid()),
-            (RingWord.TP_RANK, ranks.tp),
-            (RingWord.PP_RANK, ranks.pp),
-            (RingWord.DP_RANK, ranks.dp),
-            (RingWord.WALL_NS, time.time_ns()),
-            (RingWord.HOST_NS, self._clock()),
-            (RingWord.HEARTBEAT_NS, self._clock()),
-            (RingWord.PROCESS_START, process_start(os.getpid()) or 0),
-            (RingWord.PID_NAMESPACE, pid_namespace()),
-            (RingWord.FIRST_MODE, mode),
-            (RingWord.MODE, mode),
-            (RingWord.MAGIC, int.from_bytes(RING_MAGIC, "little")),
-        ):
-            words[word] = value
-
-
-def plain_record(word: int, op: int, host_ns: int, a: int, b: int) -> EventRecord | EventWait | WaitStream:
-    """The record that these numbers of a slot are, as ``put`` gets them."""
-    kind, common = word & 0xFF, (OpId(op), ThreadId(word >> 32), host_ns)
-    if kind == EVENT_RECORD:
-        return EventRecord(*common, EventId(a), StreamId(b))
-    purpose = Purpose(word >> 16 & 0xFFFF)
-    if kind == EVENT_WAIT:
-        return EventWait(*common, EventId(a), StreamId(b), purpose)
-    assert kind == WAIT_STREAM, kind
-    return WaitStream(*common, StreamId(a), StreamId(b), purpose)
-
-
-def cut_text(text: str) -> bytes:
-    """UTF-8 of ``text``, at most ``MAX_TEXT_BYTES`` long, cut on a character boundary."""
-    data = text.encode("utf-8", "replace")
-    if len(data) <= MAX_TEXT_BYTES:
-        return data
-    return data[:MAX_TEXT_BYTES].decode("utf-8", "ignore").encode()
-
-
-def _check_size(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"ring {name}={value}: must be from {low} to {high}")
-
-
-def _make_file(path: Path, size_bytes: int) -> mmap.mmap:
-    """A new mapped file whose blocks all exist: touching a hole on a full disk would kill the process."""
-    made = False
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        made = True
-        try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-            # Page tables are filled now, not on the launching thread.
-            return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        finally:
-            os.close(descriptor)
-    except FileExistsError:
-        raise ConfigError(
-            f"ring file {path}: exists already, and a ring is never overwritten; choose another"
-        ) from None
-    except OSError as error:
-        if made:
-            path.unlink(missing_ok=True)
-        raise ConfigError(
-            f"ring file {path}: {error.strerror} ({size_bytes} bytes are needed); choose a directory this process can "
-            "write to, such as /dev/shm"
-        ) from None
+        arena = self._arena
+        arena.free()
+        self._words[_ARENA_LOW] = arena.promised = arena.low
 
 
 _LIVE: Final[weakref.WeakSet[RingWriter]] = weakref.WeakSet()

@@ -13,7 +13,8 @@ from hicache_obs.recorder.batch import Batch, Measured, Shapes
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lane
 from hicache_obs.recorder.recorder import Recorder
-from hicache_obs.recorder.ring import BlockSink, Numbers, plain_record
+from hicache_obs.recorder.sink import BlockSink, Numbers
+from hicache_obs.recorder.slot import plain_record
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
@@ -146,7 +147,7 @@ class ServerRecorder(Recorder):
                     self._row_of_failures = 0
                 finally:
                     self._busy = False
-                    self._hook_ns += time.perf_counter_ns() - started
+                    self._counters.hook_ns += time.perf_counter_ns() - started
                     batch.close()
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
             self._failed(error)
@@ -269,7 +270,7 @@ class ServerRecorder(Recorder):
         if measured is None or not issued:
             return
         op, thread = issued[0]
-        self._await((op, thread, measured.probe, measured.device))
+        self._pending.add(op, thread, measured.probe, measured.device)
 
     def status(self, name: str, value: int) -> None:
         """State a number about the recording itself; a later one of the same name replaces it."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hicache_obs.recorder.event_state import EventState
-from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT
+from hicache_obs.recorder.slot import EVENT_RECORD, EVENT_WAIT
 from hicache_obs.records import Purpose
 from hicache_obs.sglang.captures import capturing
 from hicache_obs.sglang.session import MAX_FAILURES, Session

@@ -2,6 +2,9 @@
 
 Each does what the row's own hook does for the usual call, and hands every other one to it. A call that reaches the
 engine's function from here makes no hooked call of its own, but for ``wait_stream``.
+
+The four repeat how a call is counted, guarded and handed on: a function for that would be one more Python call in each
+of an engine's most frequent calls.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
+from hicache_obs.recorder.slot import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
 from hicache_obs.records import Purpose
 from hicache_obs.sglang.captures import capture_question
 from hicache_obs.sglang.guard import Guard

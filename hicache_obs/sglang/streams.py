@@ -15,7 +15,7 @@ from typing import Any, Final
 from hicache_obs.findings import Hazard
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.recorder import StreamMark
-from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
+from hicache_obs.recorder.slot import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
 from hicache_obs.records import Purpose
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.captures import capture_question

@@ -201,11 +201,6 @@ class Exploration:
         return not self.open
 
     @property
-    def choice_points(self) -> int:
-        """Inner nodes of the execution tree."""
-        return self.queries + self.turns
-
-    @property
     def histories(self) -> int:
         """Distinct host traces."""
         return len(self._histories)

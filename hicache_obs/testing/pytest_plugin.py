@@ -202,8 +202,9 @@ def _kept(item: pytest.Item, watch: StreamWatch, watched: Watched, finding: Find
     from hicache_obs.findings import Verdict
     from hicache_obs.readers.scenario import parse_scenario
     from hicache_obs.testing.gated import unfit
-    from hicache_obs.testing.regression import SOURCE, find_pair, keep, write_test, write_whole
+    from hicache_obs.testing.regression import SOURCE, find_pair, keep, write_test
     from hicache_obs.testing.scenario_writer import render
+    from hicache_obs.whole_file import replace_file
 
     if finding.misuse or finding.verdict is Verdict.CONTRADICTION:
         return []  # an edge orders the two: there is no schedule to show
@@ -212,7 +213,7 @@ def _kept(item: pytest.Item, watch: StreamWatch, watched: Watched, finding: Find
         text = render(kept.scenario)
         folder = _scratch(item)
         path = folder / f"{finding.fingerprint}-{finding.earlier.op}-{finding.later.op}.json"
-        write_whole(path, text)
+        replace_file(path, text.encode())
         lines = [f"  replay   hicache-obs replay {path} --between {kept.earlier} {kept.later}"]
         target = item.config.getoption("--hicache-obs-write")
         if target is not None:

@@ -7,7 +7,6 @@ passes once the scenario has the edge that the engine now has.
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from hicache_obs.records import OpId
 from hicache_obs.testing.scenario_writer import Fields, render, write_scenario
 from hicache_obs.testing.stream_watch import judge
 from hicache_obs.trace import Trace
+from hicache_obs.whole_file import replace_file
 
 MAX_TRIALS: Final = 400
 """Programs tried while one is shortened; the shortest one so far is kept then."""
@@ -193,14 +193,7 @@ def write_test(folder: Path, kept: Kept, finding: Finding, *, origin: str, devic
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            write_whole(path, text)
+            replace_file(path, text.encode())
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}; must be a directory that can be written to") from None
     return path
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step: others see the whole of it or nothing, whoever else writes it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

@@ -11,6 +11,7 @@ from contextlib import closing
 import pytest
 
 from hicache_obs.agent import journals as journals_module
+from hicache_obs.agent import scrape_mark
 from hicache_obs.agent.journals import RingJournal, journal_folder
 from hicache_obs.agent.scrape_mark import ScrapeMark
 from hicache_obs.readers import open_trace
@@ -112,6 +113,14 @@ def test_a_scrape_has_shown_what_was_judged_before_it_and_no_more(tmp_path):
     mark.turn(9, scraped=True)
     assert ScrapeMark(tmp_path, begin=12).first == 9
     assert ScrapeMark(tmp_path, begin=7).first == 7
+
+
+def test_a_mark_goes_with_its_journal_and_so_does_what_a_killed_agent_left_of_it(tmp_path):
+    ScrapeMark(tmp_path, begin=3).turn(5, scraped=True)
+    (tmp_path / ".scraped.0.partial").touch()
+    (tmp_path / "0001.arrows").touch()
+    scrape_mark.remove(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["0001.arrows"]
 
 
 def test_a_pair_across_the_mark_is_counted_once(node, ring, tmp_path, round_of, times_of, fill, value):

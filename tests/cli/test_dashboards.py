@@ -54,6 +54,28 @@ def test_the_boards_lead_to_the_runbooks(site: Path) -> None:
         assert variable["query"] == WIKI
 
 
+def schemes(folder: Path) -> set[str]:
+    """What the boards, also those in the manifest, put before an agent's address."""
+    boards = [path.read_text() for path in (folder / "grafana").iterdir()]
+    for manifest in yaml.safe_load_all((folder / "kubernetes" / "dashboards.yaml").read_text()):
+        boards += manifest["data"].values()
+    assert len(boards) == 6
+    return {
+        variable["query"]
+        for board in boards
+        for variable in json.loads(board)["templating"]["list"]
+        if variable["name"] == "scheme"
+    }
+
+
+def test_the_boards_lead_to_agents_with_a_certificate_by_https(site: Path, tmp_path: Path) -> None:
+    assert schemes(site) == {"http"}
+    assert main(["dashboards", "--out", str(tmp_path / "tls"), "--runbooks", WIKI, "--grafana", GRAFANA, "--tls"]) == 0
+    assert schemes(tmp_path / "tls") == {"https"}
+    changed = {name for name, text in written(tmp_path / "tls").items() if text != written(site)[name]}
+    assert {name.split("/")[0] for name in changed} == {"grafana", "kubernetes"}
+
+
 def test_nothing_but_the_addresses_is_changed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without addresses the files are the committed ones, byte for byte, and a line says what is missing."""
     capsys.readouterr()

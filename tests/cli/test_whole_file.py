@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hicache_obs.cli import main
-from hicache_obs.cli.whole_file import write_whole
 from hicache_obs.errors import ConfigError
+from hicache_obs.whole_file import write_whole
 
 REQUEST = '{"input_length": 8, "output_length": 2, "hash_ids": [0]}\n'
 
@@ -36,7 +36,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ConfigError, match=rf"--json {path}: No space left on device; what was there is unchanged"):
         write_whole(path, "new", "--json")
 

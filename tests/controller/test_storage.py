@@ -133,13 +133,13 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 def test_what_a_killed_writer_left_is_removed_once_it_is_old(tmp_path):
     folder = tmp_path / "aa"
     folder.mkdir()
-    for name in (".partial-1-0-aa11", ".partial-1-1-aa12", "aa13"):
+    for name in (".aa11.0.partial", ".aa12.1.partial", "aa13"):
         (folder / name).write_bytes(b"x")
     old = time.time() - STALE_S - 60
-    os.utime(folder / ".partial-1-0-aa11", (old, old))
+    os.utime(folder / ".aa11.0.partial", (old, old))
     os.utime(folder / "aa13", (old, old))
     FileBackend(tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == [".partial-1-1-aa12", "aa13"]
+    assert sorted(path.name for path in folder.iterdir()) == [".aa12.1.partial", "aa13"]
 
 
 @pytest.mark.parametrize(

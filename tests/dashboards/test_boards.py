@@ -89,14 +89,14 @@ def test_variables(board: Any) -> None:
     asked = [v for v in variables.values() if v["type"] == "query"]
     matchers = [f'{name}=~"${name}"' for name in VARIABLES]
 
-    assert list(variables) == ["datasource", *VARIABLES, "runbooks", "traces"]
+    assert list(variables) == ["datasource", *VARIABLES, "runbooks", "traces", "scheme"]
     assert (variables["datasource"]["type"], "current" in variables["datasource"]) == ("datasource", False)
     assert [v["query"]["query"] for v in asked] == [
         f"label_values(hicache_obs_build_info{{{','.join(matchers[:place])}}}, {name})".replace("{}", "")
         for place, name in enumerate(VARIABLES)
     ]
     assert all(v["datasource"]["uid"] == "${datasource}" and v["multi"] and v["includeAll"] for v in asked)
-    assert [v["hide"] for v in variables.values() if v["type"] == "textbox"] == [2, 2]
+    assert [v["hide"] for v in variables.values() if v["type"] == "textbox"] == [2, 2, 2]
 
 
 @each_board
@@ -132,7 +132,7 @@ def test_the_ranks_lead_to_the_status_page_and_the_drill_down() -> None:
         for link in one["value"]
     }
 
-    assert links["Node"] == "http://${__data.fields.Node}/"
+    assert links["Node"] == "${scheme}://${__data.fields.Node}/"
     assert links["TP"].startswith(f"/d/{BOARDS['restore.json']['uid']}?")
     assert table["options"]["sortBy"] == [{"displayName": "Verdict", "desc": True}]
 

@@ -126,6 +126,7 @@ def test_every_panel_is_drawn(safe_pages: dict[str, Page], checkout: Path, board
         ("restore", "Layer wait"),
         ("restore", "Whole time by rank, p99"),
         ("restore", "Pages moved"),
+        ("detector", "Coverage by rank"),
         ("detector", "Overhead by phase"),
     ],
 )

@@ -105,6 +105,7 @@ def test_every_series_is_served_at_zero_before_the_first_round(scrapes: list[dic
     assert {name: value for name, value in before.items() if name in expected} == dict.fromkeys(expected, 0)
     assert after.keys() == before.keys()
     assert after[f"{PREFIX}records_total", frozenset(RANK.items())] > 0
+    assert after[f"{PREFIX}coverage_ratio", frozenset(RANK.items())] == 1
 
 
 def test_hazards_that_are_checked_or_found_are_observable(scrapes: list[dict[Series, float]]) -> None:

@@ -405,7 +405,10 @@ def test_protocol_of_one_signal() -> None:
     [
         ("a:1", {}, "--otlp a:1: not an address; expected http://HOST:PORT or https://HOST:PORT"),
         ("http://a:99999", {}, "--otlp http://a:99999: not an address"),
-        ("http://me:secret@a:1", {}, "--otlp: no user or password in the address"),
+        ("http://me:secret@a:1", {}, "--otlp http://...: no user or password in the address, which shows"),
+        ("http://me:1/secret@a:1", {}, "--otlp http://...: no user or password in the address, which shows"),
+        ("me:secret@a:1", {}, "--otlp: no user or password in the address, which shows"),
+        ("http:me:secret@://a:1", {}, "--otlp: no user or password in the address, which shows"),
         ("http://a:1", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "OTEL_EXPORTER_OTLP_PROTOCOL: 'http/json'"),
         ("http://a:1", {"OTEL_BSP_SCHEDULE_DELAY": "-1"}, "OTEL_BSP_SCHEDULE_DELAY: '-1'; expected an integer from 1"),
         ("http://a:1", {"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER: 'zipkin'; expected otlp or none"),

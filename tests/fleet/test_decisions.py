@@ -127,7 +127,7 @@ def test_a_loss_cuts_the_sequence_unless_no_decision_can_be_among_it() -> None:
         return logged(alloc(1), Lost(NO_OP, MAIN, 0, 3, reason), alloc(2)).sequences[SCHEDULER].stretches
 
     assert cut(DropReason.RING_FULL) == [(0, 1), (1, 2)]
-    assert cut(DropReason.UNRESOLVED) == [(0, 2)]
+    assert cut(DropReason.UNRESOLVED) == cut(DropReason.EDGE) == [(0, 2)]
     begun = logged(Lost(NO_OP, MAIN, 0, 3, DropReason.MISSING), alloc(2)).sequences[SCHEDULER]
     assert (begun.from_start, begun.stretches) == (False, [(0, 1)])
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hicache_obs.readers import parquet
 from hicache_obs.readers.journal import JournalInfo, JournalWriter, read_journal
 from hicache_obs.readers.ring import RingReader, read_ring
-from hicache_obs.recorder.ring import RingWriter, cut_text
+from hicache_obs.recorder.ring import RingWriter
+from hicache_obs.recorder.slot import cut_text
 from hicache_obs.records import (
     IN_ORDER,
     KINDS,

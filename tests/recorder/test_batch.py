@@ -12,8 +12,9 @@ from hicache_obs.readers.ring import RingReader, read_ring
 from hicache_obs.readers.ring_header import set_mode
 from hicache_obs.recorder.hold_back import HoldBack, late
 from hicache_obs.recorder.nvtx_ranges import NoRanges
-from hicache_obs.recorder.ring import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM, RingWriter
+from hicache_obs.recorder.ring import RingWriter
 from hicache_obs.recorder.server import ServerRecorder
+from hicache_obs.recorder.slot import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
 from hicache_obs.records import (
     Access,
     CaptureMode,

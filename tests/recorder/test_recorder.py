@@ -13,8 +13,7 @@ import pytest
 from hicache_obs.errors import StreamError
 from hicache_obs.readers.ring import RingReader, read_ring
 from hicache_obs.readers.ring_header import set_mode
-from hicache_obs.recorder import RangeName, RecordedDevice, Recorder, RingWriter
-from hicache_obs.recorder import recorder as recorder_module
+from hicache_obs.recorder import RangeName, RecordedDevice, Recorder, RingWriter, emitter
 from hicache_obs.recorder.nvtx_ranges import NoRanges
 from hicache_obs.records import (
     ALL_LAYERS,
@@ -549,8 +548,8 @@ def test_a_failing_sink_never_reaches_the_engine(observed, caplog):
             observed.dev.synchronize()
             observed.dev.record_stream(object(), stream)
     assert len(ran) == 30
-    assert observed.recorder.counters.errors == recorder_module.MAX_FAILURES
-    assert observed.sink.dropped == {DropReason.RECORDER_ERROR: recorder_module.MAX_FAILURES}
+    assert observed.recorder.counters.errors == emitter.MAX_FAILURES
+    assert observed.sink.dropped == {DropReason.RECORDER_ERROR: emitter.MAX_FAILURES}
     assert not observed.recorder.on
     ours = [r.getMessage() for r in caplog.records if r.name.startswith("hicache_obs")]
     assert ours == [
@@ -659,17 +658,36 @@ def test_a_probe_that_fails_is_given_up(observe):
     stream = observed.dev.Stream("s")
     observed.kernel(stream)
     observed.kernel(stream)
-    op, thread, probe, bare = observed.recorder._pending.popleft()
+    op, thread, probe, bare = observed.recorder._pending._items.popleft()
 
     class Broken:
         def ready(self):
             raise RuntimeError("the device fell off the bus")
 
-    observed.recorder._pending.appendleft((op, thread, Broken(), bare))
+    observed.recorder._pending._items.appendleft((op, thread, Broken(), bare))
     assert observed.recorder.resolve() == 1
     assert observed.recorder.counters.pairs_dropped == 1
     assert observed.sink.dropped == {DropReason.UNRESOLVED: 1, DropReason.RECORDER_ERROR: 1}
     assert probe.ready()
+
+
+def test_a_probe_that_the_engine_gives_up_while_it_is_asked_holds_up_nothing(observe):
+    observed = observe("virtual-eager")
+    stream = observed.dev.Stream("s")
+    observed.kernel(stream)
+    observed.kernel(stream)
+    items = observed.recorder._pending._items
+    op, thread, _, bare = items.popleft()
+
+    class Abandoned:
+        def ready(self):
+            observed.recorder.abandon(self)
+            return False
+
+    items.appendleft((op, thread, Abandoned(), bare))
+    assert observed.recorder.resolve() == 1
+    assert (list(observed.times()), len(items)) == ([1], 0)
+    assert observed.recorder.counters.pairs_dropped == 1
 
 
 def test_pending_probes_are_bounded_the_oldest_goes(observe):
@@ -727,7 +745,7 @@ def test_a_closed_ring_switches_the_hooks_off(observed):
 
 
 def test_sites_are_bounded(observe, monkeypatch):
-    monkeypatch.setattr(recorder_module, "MAX_SITES", 2)
+    monkeypatch.setattr(emitter, "MAX_SITES", 2)
     observed = observe()
     stream = observed.dev.Stream("s")
     for site in "abcda":

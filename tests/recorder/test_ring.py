@@ -120,7 +120,7 @@ def test_shared_pages_are_stored_once_and_come_back_as_one_object(rings):
     records = reader.poll()
     assert {id(r.accesses[0].ids) for r in records} == {id(records[0].accesses[0].ids)}
     assert records[0].accesses[0].ids is not records[0].accesses[1].ids
-    assert writer._arena_head == 20
+    assert writer._arena._head == 20
     writer.append(round_of(50, pages))
     assert reader.poll()[0].accesses[0].ids is records[0].accesses[0].ids  # also over two reads
 
@@ -190,13 +190,15 @@ def test_the_order_of_stores_that_two_processes_rely_on(rings):
 
         def __setitem__(self, word, value):
             slot = bytes(writer._map[HEADER_BYTES + SLOT_BYTES : HEADER_BYTES + SLOT_BYTES + 1])
-            stores.append((RingWord(word).name, "slot filled" if slot != b"\0" else "slot empty", writer._arena[9]))
+            stores.append(
+                (RingWord(word).name, "slot filled" if slot != b"\0" else "slot empty", writer._arena._ids[9])
+            )
             words[word] = value
 
     writer.append(mark(0))
-    writer._words = Spy()
+    writer._words = writer._arena._words = Spy()
     writer.append(Memcpy(1, 0, 0, 1, 0, 0, 0, ALL_LAYERS, (device(Mode.READ, np.full(10, 7)),)))
-    writer._words = words
+    writer._words = writer._arena._words = words
     assert stores == [
         ("ARENA_HEAD", "slot empty", 0),
         ("HEAD", "slot filled", 7),

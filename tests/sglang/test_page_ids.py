@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hicache_obs.recorder.hold_back import HoldBack
-from hicache_obs.recorder.ring import pack_plain
 from hicache_obs.recorder.server import ServerRecorder
+from hicache_obs.recorder.slot import pack_plain
 from hicache_obs.records import Access, CaptureMode, DropReason, Mode, PageAlloc, PageFree, Space, Work, unpack_slots
 from hicache_obs.sglang.page_ids import Convert, ConvertRows, LookUp, LookUpRows, PageReader, Wanted
 

@@ -1,0 +1,253 @@
+"""How a call becomes a record: its id, its thread, the names it uses, its place in the ring, and later its times.
+
+An operation gets its id and its place in the ring in one step, so the ring is in id order. What goes wrong is counted,
+logged once, and after ``MAX_FAILURES`` in a row recording switches itself off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from hicache_obs.recorder.counters import RecorderCounters
+from hicache_obs.recorder.lane import Lanes
+from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
+from hicache_obs.recorder.pending import DEFAULT_MAX_PENDING, PendingTimes
+from hicache_obs.recorder.sink import RecordSink
+from hicache_obs.records import (
+    NO_OP,
+    AnyRecord,
+    CaptureMode,
+    Define,
+    DefineSpace,
+    DropReason,
+    EventId,
+    OpId,
+    StreamId,
+    StreamKind,
+    ThreadId,
+)
+from hicache_obs.streams.protocol import Device, Probe, Stream
+
+MAX_FAILURES: Final = 16
+MAX_SITES: Final = 4096
+MAX_STREAMS: Final = 1 << 16
+
+_LOG: Final = logging.getLogger(__name__)
+Build = Callable[[OpId, ThreadId, int], AnyRecord | None]
+
+
+class Emitter:
+    """Makes one record at a time, and appends it. Any thread may call any method; none raises.
+
+    Args:
+        sink: Where the records go; a ``RingWriter``.
+        clock: The observed device's ``host_ns``.
+        ranges: NVTX ranges; chosen for this process by default.
+        max_pending: Operations that may wait for their device times. Beyond that the oldest never gets any.
+        first_op: Id of the first operation. A process with several recorders, one after the other, goes on with
+            ``next_op`` of the one before: a profile of the process then holds every id once.
+        lanes: The threads' states, if somebody else keeps them as well.
+    """
+
+    def __init__(
+        self,
+        sink: RecordSink,
+        *,
+        clock: Callable[[], int],
+        ranges: Ranges | None = None,
+        max_pending: int = DEFAULT_MAX_PENDING,
+        first_op: int = 0,
+        lanes: Lanes | None = None,
+    ) -> None:
+        self._sink = sink
+        self._clock = clock
+        self._ranges = open_ranges() if ranges is None else ranges
+        # Re-entrant: a signal handler may use the engine while its own thread is in a hook. A ring's own, if the
+        # records go into one: two locks would cost twice as much.
+        self._lock = getattr(sink, "lock", None) or threading.RLock()
+        self._tally_lock = threading.RLock()
+        self._busy = False
+        self._on = True
+        self._lanes = Lanes() if lanes is None else lanes
+        self._threads = 0
+        self._next_op = OpId(first_op)
+        self._events = itertools.count(1)
+        self._ios = itertools.count(1)
+        self._sites: dict[str, int] = {}
+        self._streams: set[int] = set()
+        self._last_on: dict[int, int] = {}
+        """Last operation queued on each stream, records and waits included."""
+        self._markers: dict[tuple[int, int], EventId] = {}
+        """Own events, by thread and stream: they mark what a sync covers."""
+        self._stream_known: dict[tuple[int, int], int] = {}
+        self._row_of_failures = 0
+        self._counters: Final = RecorderCounters()
+        """Of ranges under ``_tally_lock``, all others under ``_lock``."""
+        self._pending: Final = PendingTimes(
+            sink, self._lock, self._counters, clock=clock, failed=self._failed, limit=max_pending
+        )
+
+    @property
+    def on(self) -> bool:
+        """False once too many failures have switched recording off, or the sink is closed."""
+        return self._on and self._sink.writable
+
+    @property
+    def next_op(self) -> int:
+        """Id of the next operation."""
+        return self._next_op
+
+    @property
+    def ranges(self) -> Ranges:
+        """The NVTX ranges in use."""
+        return self._ranges
+
+    @property
+    def counters(self) -> RecorderCounters:
+        """A snapshot."""
+        with self._lock, self._tally_lock:
+            return replace(self._counters)
+
+    def define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> None:
+        """Give an id a name."""
+        self._emit(lambda _, thread, now: Define(NO_OP, thread, now, space, number, text, value), uses_op=False)
+
+    def flush_batch(self) -> None:
+        """Put what the calling thread has batched into the ring. ``ServerRecorder`` makes batches."""
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _emit(
+        self, build: Build, device: Device | None = None, name: RangeName | None = None, *, uses_op: bool = True
+    ) -> Probe | None:
+        """Append what ``build`` makes, and count it; a probe if it was kept and ``device`` is given."""
+        started = time.perf_counter_ns()
+        if not (self._on and self._sink.writable):
+            return None
+        if self._sink.mode is CaptureMode.OFF:
+            self._sink.drop(DropReason.SWITCHED_OFF)
+            return None
+        if self._lanes.lane.batch is not None:
+            self.flush_batch()
+        try:
+            with self._lock:
+                if self._busy:
+                    self._sink.drop(DropReason.RECORDER_ERROR)
+                    return None
+                self._busy = True
+                try:
+                    op = self._next_op
+                    thread = self._thread()
+                    record = build(op, thread, self._clock())
+                    if record is None:
+                        return None
+                    if uses_op:
+                        self._next_op = op + 1  # type: ignore[assignment] # a call of the type costs as much as the clock
+                    kept = self._sink.append(record)
+                    self._row_of_failures = 0
+                    if not kept or name is None:
+                        return None
+                    if name is RangeName.SEGMENT:
+                        self._counters.launches += 1
+                    elif name is RangeName.COPY:
+                        self._counters.copies += 1
+                    else:
+                        self._counters.waits += 1
+                    return None if device is None else self._probe(device, op, thread, name)
+                finally:
+                    self._busy = False
+                    self._counters.hook_ns += time.perf_counter_ns() - started
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            self._failed(error)
+            return None
+
+    def _probe(self, device: Device, op: OpId, thread: ThreadId, name: RangeName) -> Probe:
+        probe = device.probe(partial(self._open_range, name, op), self._close_range)
+        self._pending.add(op, thread, probe, device)
+        return probe
+
+    def _open_range(self, name: RangeName, op: OpId) -> None:
+        try:
+            self._ranges.push(name, op)
+            with self._tally_lock:
+                self._counters.ranges_opened += 1
+        except Exception as error:  # noqa: BLE001 this runs inside the device
+            self._failed(error)
+
+    def _close_range(self) -> None:
+        try:
+            self._ranges.pop()
+            with self._tally_lock:
+                self._counters.ranges_closed += 1
+        except Exception as error:  # noqa: BLE001 this runs inside the device
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        try:
+            with self._lock:
+                self._counters.errors += 1
+                self._row_of_failures += 1
+                first = self._counters.errors == 1
+                off = self._on and self._row_of_failures >= MAX_FAILURES
+                if off:
+                    self._on = False
+                self._sink.drop(DropReason.RECORDER_ERROR)
+            if first:
+                _LOG.warning("hicache-obs: recording failed, the engine is not affected", exc_info=error)
+            if off:
+                _LOG.error("hicache-obs: recording is off after %d failures in a row", MAX_FAILURES)
+        except Exception:  # noqa: BLE001 the last line of defence
+            pass
+
+    def _thread(self) -> ThreadId:
+        number = self._lanes.lane.number
+        return number if number >= 0 else self._name_thread()
+
+    def _name_thread(self) -> ThreadId:
+        me = self._lanes.lane
+        if me.assigned < 0:
+            me.assigned = ThreadId(self._threads)
+            self._threads += 1
+        if self._define(DefineSpace.THREAD, me.assigned, threading.current_thread().name):
+            me.number = me.assigned
+        return me.assigned
+
+    def _stream(self, stream: Stream) -> StreamId:
+        handle = stream.stream_id
+        if handle not in self._streams:
+            if len(self._streams) >= MAX_STREAMS:
+                self._streams.clear()
+                self._last_on.clear()
+                self._stream_known.clear()
+            kind = getattr(stream, "kind", StreamKind.NONBLOCKING)
+            if self._define(DefineSpace.STREAM, handle, stream.name, kind):
+                self._streams.add(handle)
+        return handle
+
+    def _queue_on(self, stream: Stream, op: OpId) -> StreamId:
+        """Name of ``stream``, on which ``op`` is being queued."""
+        handle = self._stream(stream)
+        self._last_on[handle] = op
+        return handle
+
+    def _site(self, name: str) -> int:
+        site = self._sites.get(name)
+        if site is not None:
+            return site
+        if len(self._sites) >= MAX_SITES:
+            return MAX_SITES
+        site = len(self._sites)
+        if self._define(DefineSpace.SITE, site, name):
+            self._sites[name] = site
+        return site
+
+    def _define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> bool:
+        thread = ThreadId(max(0, self._lanes.lane.assigned))
+        return self._sink.append(Define(NO_OP, thread, self._clock(), space, number, text, value))
