@@ -99,11 +99,11 @@ def steps(*changed: dict[str, Any]) -> str:
         ('{"steps": [' + "[" * 5_000 + "]" * 5_000 + "]}", "*recursion*"),
         (
             "[]",
-            "not a ring file, *, Parquet or a scenario (JSON); it begins with b'[[][]]'",
+            "not a ring file, *, Parquet, a scenario (JSON) or a profiler's recording; it begins with b'[[][]]'",
         ),
         (
             "",
-            "not a ring file, *, Parquet or a scenario (JSON); it begins with b''",
+            "not a ring file, *, Parquet, a scenario (JSON) or a profiler's recording; it begins with b''",
         ),
         (b'{"steps": [{"id": "\xff", "op": "kernel", "stream": "a"}]}', "*"),
         (b'{"steps": [{"id": "s1", "op": "kernel", "stream": "\xc3"}]}', "step *Invalid UTF-8*"),
