@@ -21,8 +21,8 @@ from hicache_obs.readers import open_trace
 def command(files: Sequence[Path], accepted_file: Path | None, as_json: bool) -> int:
     """Check recorded histories for operations that touch the same pages in no proven order.
 
-    FILE is a scenario (JSON), a journal file or folder, or a ring file. Exit code 1 if any has findings, 3 if
-    one could not be decided or had nothing to check.
+    FILE is a scenario (JSON), a journal file or folder, Parquet of 'convert', or a ring file. Exit code 1 if any has
+    findings, 3 if one could not be decided or had nothing to check.
     """
     accepted = load_accepted(accepted_file)
     reports = [analyse(open_trace(path), accepted=accepted) for path in files]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hicache_obs.analyzer import explain
 from hicache_obs.cli.explore_matrix import print_matrix
-from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.cli.layout import FINDING_INDENT, fit, progress_bars
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import ExitCode, Hazard
 
@@ -211,7 +211,7 @@ class _Keeper:
 def _progress() -> Iterator[Callable[[Exploration], None]]:
     """A line on standard error that shows how far the exploration is."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress_bars(*columns) as bars:
         task = bars.add_task("exploring", total=None)
 
         def tell(found: Exploration) -> None:

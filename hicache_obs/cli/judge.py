@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hicache_obs.analyzer.pairs import PairProof, PairProofs
+from hicache_obs.cli.layout import progress_bars
 from hicache_obs.cli.ranks_report import RanksReport, compare_ranks
 from hicache_obs.cli.verdict import STEP, Report, analyse
 from hicache_obs.errors import ConfigError, naming
@@ -323,10 +324,9 @@ def progress_of(path: Path) -> Iterator[Progress]:
         yield lambda stage, done, total: None
         return
     from rich import progress as bars
-    from rich.console import Console
 
     columns = (bars.TextColumn("{task.description:24}", markup=False), bars.BarColumn(), bars.TimeElapsedColumn())
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    with progress_bars(*columns) as shown:
         tasks: dict[str, bars.TaskID] = {}
 
         def tell(stage: str, done: int, total: int) -> None:

@@ -28,8 +28,8 @@ SHOWN_PAGES: Final = 8
 def command(file: Path, between: tuple[str, str] | None) -> int:
     """Print two legal schedules in which a finding goes wrong, and run both on the virtual device.
 
-    FILE is a scenario (JSON), a journal file or folder, or a ring file. Exit code 0 if both runs did what they
-    claim, 1 if not.
+    FILE is a scenario (JSON), a journal file or folder, Parquet of 'convert', or a ring file. Exit code 0 if both
+    runs did what they claim, 1 if not.
     """
     trace = open_trace(file)
     findings = _findings(trace)

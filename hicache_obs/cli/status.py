@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from hicache_obs.agent.journals import journal_folder
+from hicache_obs.agent.node import FINISHED
 from hicache_obs.agent.writers import beat_age_s, seems_to_run, writer_runs
 from hicache_obs.errors import LayoutError, TraceError
 from hicache_obs.findings import ExitCode
@@ -154,8 +155,11 @@ def show(folder: Path, rows: Sequence[RingRow]) -> None:
     else:
         click.echo("agent: none runs; start one with 'hicache-obs agent'")
     if not rows:
-        click.echo(f"no such ring in {folder}")
+        over = len(list_rings(folder / FINISHED)) if (folder / FINISHED).is_dir() else 0
+        read = f"; {over} of ended processes, read to their end, in {folder / FINISHED}" if over else ""
+        click.echo(f"no such ring in {folder}{read}")
         return
+    click.echo(f"rings in {folder}")
     table = [HEADINGS, *(row.cells() for row in rows)]
     whole = [cells for cells in table if len(cells) == len(HEADINGS)]
     widths = [max(len(cells[column]) for cells in whole) for column in range(len(HEADINGS))]
