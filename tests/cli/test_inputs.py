@@ -318,3 +318,15 @@ def test_large_ids_take_bounded_memory(tmp_path: Path, text: str, error: str, co
     )
     assert run.returncode == (2 if error else int(command == "check")), run.stderr
     assert fnmatch(run.stderr, f"hicache-obs: {path}: {error}\n" if error else "")
+
+
+def test_findings_end_with_the_command_that_replays_them(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = HERE.parent / "cases"
+    race, fenced = cases / "01-loadback-over-inflight-forward.json", cases / "02-loadback-fenced-twin.json"
+
+    assert main(["check", str(race)]) == 1
+    command = capsys.readouterr().out.splitlines()[-2].partition(": hicache-obs ")[2].split()
+    assert command == ["replay", str(race)]
+    assert main(command) == 0
+    assert main(["check", str(fenced)]) == 0
+    assert "replay" not in capsys.readouterr().out.removeprefix(str(fenced))
