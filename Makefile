@@ -20,7 +20,7 @@ SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requir
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo '  ARGS="..." is passed on by demo, test and bench; PYTHON=... chooses the interpreter of a new .venv.'
+	@echo '  ARGS="..." is passed on to what a target runs; PYTHON=... chooses the interpreter of a new .venv.'
 
 venv: $(STAMP)  ## .venv with all extras and this checkout (editable), as requirements.lock pins it by hash
 

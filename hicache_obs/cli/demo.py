@@ -188,6 +188,9 @@ def command(
         journal=journal,
         policies=DemoPolicies(**policies),
     )
+    given = click.get_current_context().get_parameter_source("schedule")
+    if given is click.core.ParameterSource.COMMANDLINE and options.device != "virtual":
+        raise ConfigError(f"--schedule {schedule}: is for --device virtual; on {options.device} work runs when it can")
     if ranks.tp * ranks.pp > 1:
         elsewhere = [f for f, given in (("--serve", serve), ("--events", events), ("--otlp", otlp)) if given]
         return _on_ranks(options, ranks, elsewhere, load_accepted(accepted_file), json_file, json_path)

@@ -32,6 +32,7 @@ def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--fence", "stram"], ["'stram'", "none", "stream", "page"]),
         (["--device", "tpu"], ["'tpu'", "cuda", "threads", "virtual"]),
         (["--schedule", "soon"], ["'soon'", "adversarial"]),
+        (["--device", "threads", "--schedule", "eager"], ["--schedule eager", "--device virtual"]),
         (["--runner", "llama"], ["'llama'", "transformer", "pattern"]),
         (["--requests", "0"], ["--requests", "0", "x>=1"]),
         (["--requests", "many"], ["--requests", "'many'", "integer"]),
