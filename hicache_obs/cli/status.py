@@ -154,12 +154,12 @@ def show(folder: Path, rows: Sequence[RingRow]) -> None:
         click.echo(f"agent: process {agent['pid']}, metrics at {agent.get('url') or 'no port'}")
     else:
         click.echo("agent: none runs; start one with 'hicache-obs agent'")
+    click.echo(f"rings in {folder}")
     if not rows:
         over = len(list_rings(folder / FINISHED)) if (folder / FINISHED).is_dir() else 0
         read = f"; {over} of ended processes, read to their end, in {folder / FINISHED}" if over else ""
         click.echo(f"no such ring in {folder}{read}")
         return
-    click.echo(f"rings in {folder}")
     table = [HEADINGS, *(row.cells() for row in rows)]
     whole = [cells for cells in table if len(cells) == len(HEADINGS)]
     widths = [max(len(cells[column]) for cells in whole) for column in range(len(HEADINGS))]
