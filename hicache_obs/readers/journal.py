@@ -167,7 +167,8 @@ def _newest_run(directory: P, rank: int | None, notes: list[str]) -> list[tuple[
     if rank is None:
         if len(by_rank) > 1:
             raise TraceError(
-                f"{directory}: holds the journals of ranks {known}: say which one; 'hicache-obs analyze' takes all"
+                f"{directory}: holds the journals of ranks {known}: say which one (--rank N); "
+                "'hicache-obs analyze' takes all"
             )
         rank = next(iter(by_rank))
     if rank not in by_rank:

@@ -150,7 +150,7 @@ def parquet_file(path: str | os.PathLike[str], rank: int | None) -> Path:
         rank = ranks[0]
     if rank is None:
         raise TraceError(
-            f"{target}: holds the records of ranks {known}: say which one; 'hicache-obs analyze' takes all"
+            f"{target}: holds the records of ranks {known}: say which one (--rank N); 'hicache-obs analyze' takes all"
         )
     if rank not in ranks:
         raise TraceError(f"{target}: holds no records of rank {rank}, only of {known}")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hicache_obs.cli import main
-from hicache_obs.readers import journal, open_trace  # noqa: F401 importing it must not count as memory of a reader
+from hicache_obs.readers import journal, open_trace
 from hicache_obs.recorder import RingWriter
 from hicache_obs.testing import History
 
@@ -330,3 +330,21 @@ def test_findings_end_with_the_command_that_replays_them(capsys: pytest.CaptureF
     assert main(command) == 0
     assert main(["check", str(fenced)]) == 0
     assert "replay" not in capsys.readouterr().out.removeprefix(str(fenced))
+
+
+def test_one_rank_of_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Is chosen by --rank, by the command that is printed as well."""
+    for rank, text in enumerate(("F:w5 L<F L:w5", "F:w5 L:w5")):
+        writer = journal.JournalWriter(tmp_path, rank=rank)
+        writer.write(History(text).records)
+        writer.close()
+
+    assert main(["check", str(tmp_path)]) == 2
+    assert "ranks 0, 1: say which one (--rank N)" in capsys.readouterr().err
+    assert main(["check", str(tmp_path), "--rank", "0"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}, rank 0: clean")
+    for command in (["check", str(tmp_path), "--rank", "1"], ["analyze", str(tmp_path)]):
+        assert main(command) == 1
+        line = next(line for line in capsys.readouterr().out.splitlines() if "hicache-obs replay" in line)
+        assert line.partition(": hicache-obs ")[2].split() == ["replay", str(tmp_path), "--rank", "1"]
+    assert main(["replay", str(tmp_path), "--rank", "1"]) == 0
