@@ -169,3 +169,18 @@ def test_files(checkout: Path, pages: dict[str, str]) -> None:
         )
     ]
     assert missing == []
+
+
+def test_the_first_screen_of_the_readme(checkout: Path, pages: dict[str, str]) -> None:
+    """Its commands exist, its count is right, and the table before them leads to pages."""
+    screen = pages["README.md"].partition("## The demo")[0]
+    typed = re.search(r"```\n(.*?)```", screen, re.DOTALL)
+    assert typed is not None
+    lines = typed[1].splitlines()
+    assert [line.split()[0] for line in lines] == ["make", ".", "hicache-obs"]
+    cases = re.search(r"check (\S+) +# one of (\d+) cases", typed[1])
+    assert cases is not None
+    assert len(list(checkout.glob(cases[1]))) == 1
+    assert len(list(checkout.glob("tests/cases/*.json"))) == int(cases[2])
+    assert set(re.findall(r"\]\((docs/[a-z]+\.md)\)", screen)) <= set(pages)
+    assert len(screen.splitlines()) < 40
