@@ -84,7 +84,8 @@ def command(
     """Read the rings of all ranks on this node, and serve their metrics and a status page on one port.
 
     New rings are found while it runs; one agent reads a directory. SIGTERM ends it: what is in the rings is read
-    and kept, exit code 0. Defaults come from the settings that 'hicache-obs doctor' lists.
+    and kept, exit code 0. Each option but the last two and --otlp has a variable that is its default, such as
+    HICACHE_OBS_PORT (9464); 'hicache-obs doctor' lists them.
     """
     if once and directory is not None and not directory.exists():
         raise ConfigError(f"--dir {directory}: No such file or directory; has an observed process run here?")
@@ -200,7 +201,7 @@ def _serve(
     ):
         _warn(server, security)
         agent.describe(url=server.url, journal=journal)
-        click.echo(f"reading the rings in {options.directory}, metrics at {server.url}")
+        click.echo(f"reading the rings in {options.directory}, metrics at {server.url}\nstatus page at {server.home}")
         sys.stdout.flush()
 
         def pause(seconds: float) -> bool:
