@@ -1,4 +1,4 @@
-# `make` or `make help` lists the targets. Needs GNU make, flock (util-linux) and Python 3.11 with venv.
+# `make` or `make help` lists the targets. Needs GNU make, flock (util-linux) and Python 3.11 or newer with venv.
 PYTHON ?= python3
 ARGS ?=
 
@@ -20,7 +20,7 @@ SGLANG := .cache/sglang-$(shell cat tests_sglang/make_env.sh tests_sglang/requir
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo '  ARGS="..." is passed on by demo, test and bench; PYTHON=... chooses the interpreter of a new .venv.'
+	@echo '  ARGS="..." is passed on to what a target runs; PYTHON=... chooses the interpreter of a new .venv.'
 
 venv: $(STAMP)  ## .venv with all extras and this checkout (editable), as requirements.lock pins it by hash
 
@@ -28,6 +28,8 @@ venv: $(STAMP)  ## .venv with all extras and this checkout (editable), as requir
 $(STAMP):
 	@flock .venv.lock sh -ec '\
 	  if [ -e $@ ]; then exit 0; fi; \
+	  $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" \
+	    || { echo "$(PYTHON): $$($(PYTHON) -V 2>&1); requirements.lock is for 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }; \
 	  echo "building .venv (about a minute)"; \
 	  $(BIN)/python -c "" 2>/dev/null && [ "$$($(BIN)/python -VV)" = "$$($(PYTHON) -VV)" ] \
 	    || $(PYTHON) -m venv --clear .venv; \

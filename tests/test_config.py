@@ -54,3 +54,19 @@ def test_doctor_shows_each_setting_with_its_source(monkeypatch, capsys):
     assert "  HICACHE_OBS_PORT = 9464 (default; an integer from 0 to 65535)" in lines
     assert "  HICACHE_OBS_FINISHED = move (default; move or keep)" in lines
     assert all(any(line.startswith(f"  {setting.variable} = ") for line in lines) for setting in SETTINGS)
+
+
+def test_doctor_shows_all_that_is_wrong_with_the_environment(monkeypatch, capsys):
+    monkeypatch.setenv("HICACHE_OBS", "yes")
+    monkeypatch.setenv("HICACHE_OBS_PORT", "http")
+    monkeypatch.setenv("HICACHE_OBS_JOURNALS", "/x")
+    assert main(["doctor"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert "  HICACHE_OBS: 'yes'; expected off or observe or enforce" in lines
+    assert "  HICACHE_OBS_PORT: 'http'; expected an integer from 0 to 65535" in lines
+    assert (
+        "  HICACHE_OBS_JOURNALS is set in the environment and is no setting; did you mean HICACHE_OBS_JOURNAL?" in lines
+    )
+    assert "Blind spots" in lines

@@ -84,8 +84,11 @@ def command(
     """Read the rings of all ranks on this node, and serve their metrics and a status page on one port.
 
     New rings are found while it runs; one agent reads a directory. SIGTERM ends it: what is in the rings is read
-    and kept, exit code 0. Defaults come from the settings that 'hicache-obs doctor' lists.
+    and kept, exit code 0. Each option but the last two and --otlp has a variable that is its default, such as
+    HICACHE_OBS_PORT (9464); 'hicache-obs doctor' lists them.
     """
+    if once and directory is not None and not directory.exists():
+        raise ConfigError(f"--dir {directory}: No such file or directory; has an observed process run here?")
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="hicache-obs agent: %(message)s", force=True)
     options = _options(directory, journal, journal_max_bytes, cpu_percent)
     if textfile is not None and not once:
@@ -198,7 +201,7 @@ def _serve(
     ):
         _warn(server, security)
         agent.describe(url=server.url, journal=journal)
-        click.echo(f"reading the rings in {options.directory}, metrics at {server.url}")
+        click.echo(f"reading the rings in {options.directory}, metrics at {server.url}\nstatus page at {server.home}")
         sys.stdout.flush()
 
         def pause(seconds: float) -> bool:
@@ -290,7 +293,20 @@ def _read_once(options: NodeOptions, metrics: Metrics, outputs: Outputs, textfil
     for read in found:
         click.echo(fit(_summary(read), indent=4))
     codes = [read.tally.exit_code(read.lookups, accepts=outputs.accepted.covers) for read in found]
+    if ExitCode.FINDINGS in codes:
+        click.echo(fit(f"to have them explained: hicache-obs check {_kept(options)}", indent=4))
     return worst([*codes, *(ExitCode.NOTHING_CHECKED for _ in blind)])
+
+
+def _kept(options: NodeOptions) -> str:
+    """Where the records are that were read, as patterns of the shell."""
+    from hicache_obs.agent.node import FINISHED
+    from hicache_obs.recorder.ring_directory import list_rings
+
+    if options.journals is not None:
+        return f"{options.journals}/*"
+    folders = (options.directory, options.directory / FINISHED)
+    return " ".join(f"{folder}/*.ring" for folder in folders if folder.is_dir() and list_rings(folder))
 
 
 def _summary(read: _Read) -> str:

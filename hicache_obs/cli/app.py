@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 import traceback
@@ -51,6 +52,16 @@ class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise click.UsageError(f"No such command {name!r}; {meant}'hicache-obs --help' lists them")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
@@ -67,7 +78,7 @@ class _LazyGroup(click.Group):
     cls=_LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 clean or as expected, 1 findings, 2 bad input, 3 nothing checked or not decidable, "
-    "130 interrupted.",
+    "70 a mistake of ours, 130 interrupted.",
 )
 @click.version_option(package_name="hicache-obs")
 def group() -> None:
@@ -81,6 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(code or ExitCode.CLEAN)
     except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("interrupted", ExitCode.INTERRUPTED)
+    except (click.MissingParameter, click.NoSuchOption) as error:
+        command = error.ctx.command_path if error.ctx is not None else "hicache-obs"
+        text = error.format_message().rstrip(".")
+        return _fail(f"{text}{'' if text.endswith('?') else ';'} see '{command} --help'", ExitCode.BAD_INPUT)
     except click.ClickException as error:
         return _fail(error.format_message().replace("\n", " "), ExitCode.BAD_INPUT)
     except InputError as error:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from hicache_obs.cli.demo_policies import BARRIERS, FENCES, WRITE_POLICIES
 from hicache_obs.cli.json_file import writable_json, write_json
+from hicache_obs.cli.layout import progress_bars
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import worst
 from hicache_obs.whole_file import write_whole
@@ -202,7 +203,7 @@ def _run(grid: Grid, options: BenchOptions) -> list[Cell]:
 
     cells: list[Cell] = []
     todo = list(grid.cells())
-    with Progress(*_COLUMNS, console=Console(stderr=True), transient=True) as bars:
+    with progress_bars(*_COLUMNS) as bars:
         task = bars.add_task("", total=len(options.requests))
         for number, (setting, barrier, fence) in enumerate(todo, 1):
             bars.reset(task, description=f"cell {number} of {len(todo)}: {barrier}, {fence}")
@@ -262,7 +263,7 @@ def _refuse_grid(context: click.Context) -> None:
 def _price(journal: Path, console: Console, json_file: str | None, path: Path | None) -> int:
     from hicache_obs.cli.fence_journal import price, table
 
-    with Progress(*_COLUMNS, console=Console(stderr=True), transient=True) as bars:
+    with progress_bars(*_COLUMNS) as bars:
         task = bars.add_task("", total=None)
         priced = price(
             journal, lambda name, done, total: bars.update(task, description=name, completed=done, total=total)

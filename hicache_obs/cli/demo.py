@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hicache_obs.analyzer import explain
 from hicache_obs.cli.demo_policies import FENCES, DemoPolicies, policy_options
 from hicache_obs.cli.json_file import writable_json, write_json
-from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.cli.layout import FINDING_INDENT, fit, progress_bars
 from hicache_obs.cli.outputs import Outputs, export_options, load_accepted, otlp_options
 from hicache_obs.cli.rank_flags import RankFlags, rank_flags
 from hicache_obs.config import read_text
@@ -188,6 +188,9 @@ def command(
         journal=journal,
         policies=DemoPolicies(**policies),
     )
+    given = click.get_current_context().get_parameter_source("schedule")
+    if given is click.core.ParameterSource.COMMANDLINE and options.device != "virtual":
+        raise ConfigError(f"--schedule {schedule}: is for --device virtual; on {options.device} work runs when it can")
     if ranks.tp * ranks.pp > 1:
         elsewhere = [f for f, given in (("--serve", serve), ("--events", events), ("--otlp", otlp)) if given]
         return _on_ranks(options, ranks, elsewhere, load_accepted(accepted_file), json_file, json_path)
@@ -261,7 +264,7 @@ def _run(options: DemoOptions, metrics: Metrics | None, board: FindingsBoard, ou
     from hicache_obs.cli.demo_run import REFERENCE, DemoRun
 
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress_bars(*columns) as bars:
         names = [REFERENCE, *(f"{fence}: {run}" for fence in options.fences for run in ("check", "cost"))]
         tasks = {name: bars.add_task(name, total=len(options.requests), start=False) for name in names}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import platform
@@ -13,14 +14,19 @@ import click
 
 from hicache_obs import __version__
 from hicache_obs.cli.layout import fit
-from hicache_obs.config import SETTINGS, read_any, read_text
+from hicache_obs.config import SETTINGS, Setting, TextSetting, read_any
+from hicache_obs.errors import ConfigError
+from hicache_obs.findings import ExitCode
 
 PACKAGES: Final = ("torch", "numpy", "nvtx", "pyarrow", "prometheus-client", "opentelemetry-sdk", "msgspec")
 
 
 @click.command("doctor")
 def command() -> int:
-    """Show what runs here, every setting with where it comes from, and the blind spots."""
+    """Show what runs here, every setting with where it comes from, and the blind spots.
+
+    Exit code 2 if the environment has a value that is not allowed; a name that is no setting is shown as well.
+    """
     for title, lines in (
         ("Versions", _versions()),
         ("Settings", _settings()),
@@ -32,7 +38,7 @@ def command() -> int:
         click.echo(title)
         for line in lines:
             click.echo(fit(f"  {line}", indent=6))
-    return 0
+    return int(ExitCode.BAD_INPUT if any(_fault(setting) for setting in SETTINGS) else ExitCode.CLEAN)
 
 
 def _versions() -> Iterator[str]:
@@ -46,11 +52,30 @@ def _versions() -> Iterator[str]:
 
 def _settings() -> Iterator[str]:
     for setting in SETTINGS:
+        fault = _fault(setting)
+        if fault:
+            yield f"{fault}"
+            yield f"    {setting.purpose}"
+            continue
         value, source = read_any(setting)
         origin = "default" if source == "default" else "from the environment"
         shown = f"{value} {setting.unit}".strip() or "none"
         yield f"{setting.variable} = {shown} ({origin}; {setting.allowed})"
         yield f"    {setting.purpose}"
+
+    variables = [setting.variable for setting in SETTINGS]
+    for name in sorted(name for name in os.environ if name.startswith("HICACHE_OBS") and name not in variables):
+        near = difflib.get_close_matches(name, variables, n=1)
+        yield f"{name} is set in the environment and is no setting" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _fault(setting: Setting | TextSetting) -> str:
+    """What is wrong with the environment's value of a setting; empty if nothing is."""
+    try:
+        read_any(setting)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _devices() -> Iterator[str]:
@@ -81,7 +106,7 @@ def _sglang() -> Iterator[str]:
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and "hicache_obs" not in [name.strip() for name in allowed.split(",")]:
         yield f"SGLANG_PLUGINS={allowed} leaves hicache_obs out: nothing will be recorded"
-    if read_text("mode")[0] == "off":
+    if os.environ.get("HICACHE_OBS", "off") == "off":
         yield "HICACHE_OBS is off: the plugin does nothing"
 
 

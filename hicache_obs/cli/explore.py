@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hicache_obs.analyzer import explain
 from hicache_obs.cli.explore_matrix import print_matrix
-from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.cli.layout import FINDING_INDENT, fit, progress_bars
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import ExitCode, Hazard
 
@@ -65,14 +66,17 @@ class _Subject:
         return shlex.join(("hicache-obs", "explore", *self.arguments, *bound, "--choices", choices))
 
 
-@click.command("explore")
+@click.command(
+    "explore",  # the names stay whole: click would break them at their hyphens
+    epilog="\b\nFor --off:\n" + textwrap.fill(", ".join(PROTECTIONS), 76, break_on_hyphens=False),
+)
 @click.argument("program", required=False, metavar="[PROGRAM]")
 @click.option(
     "--fence", type=click.Choice(FENCES), help="Built-in program: what a transfer waits for.  [default: page]"
 )
 @click.option(
     "--off", type=click.Choice(PROTECTIONS), multiple=True, metavar="NAME",
-    help=f"Built-in program: take a protection out; repeatable. One of {', '.join(PROTECTIONS)}.",
+    help="Built-in program: take a protection out; repeatable. The names are below.",
 )  # fmt: skip
 @click.option(
     "--max-runs", type=click.IntRange(min=1), default=MAX_RUNS, show_default=True, metavar="N",
@@ -211,7 +215,7 @@ class _Keeper:
 def _progress() -> Iterator[Callable[[Exploration], None]]:
     """A line on standard error that shows how far the exploration is."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress_bars(*columns) as bars:
         task = bars.add_task("exploring", total=None)
 
         def tell(found: Exploration) -> None:

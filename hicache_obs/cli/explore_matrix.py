@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from hicache_obs.cli.layout import progress_bars
 from hicache_obs.findings import ExitCode
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def print_matrix(*, as_json: bool) -> int:
     torch.set_num_threads(1)  # the tensors are tiny
     found: list[Cell] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress_bars(*columns) as bars:
         task = bars.add_task("matrix", total=None)
         for name, fence in cells():
             bars.update(task, description=f"cell {len(found) + 1} of {len(cells())}: {name}, fence {fence}")

@@ -99,7 +99,7 @@ def table(priced: list[Priced]) -> Table:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column("journal", overflow="fold")
     for name in ("before", "fences", "waited ms", "needed ms", "avoidable", "p99 ms"):
-        made.add_column(name, justify="left" if name == "before" else "right")
+        made.add_column(name, justify="left" if name == "before" else "right", no_wrap=True)
     for each in priced:
         for kind, waits in each.tally.waits.items():
             times_ns = (*waits.in_all_ns, Quantiles.of(waits.waited_ns).p99_ns)

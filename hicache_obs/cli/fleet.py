@@ -37,7 +37,7 @@ _UNITS: Final = {"MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
 @click.command("fleet")
 @click.argument("journals", nargs=-1, required=True, metavar="JOURNALS...")
 @click.option(
-    "--workers", type=click.IntRange(min=0, max=1024), default=2, show_default=True,
+    "--workers", type=click.IntRange(min=0, max=1024), default=2, show_default=True, metavar="N",
     help="Processes of this machine; 0 does everything in this one.",
 )  # fmt: skip
 @click.option("--memory", default="1 GiB", show_default=True, metavar="SIZE", help="Of each of these processes.")

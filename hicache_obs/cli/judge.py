@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hicache_obs.analyzer.pairs import PairProof, PairProofs
+from hicache_obs.cli.layout import progress_bars
 from hicache_obs.cli.ranks_report import RanksReport, compare_ranks
 from hicache_obs.cli.verdict import STEP, Report, analyse
 from hicache_obs.errors import ConfigError, naming
@@ -24,6 +25,7 @@ from hicache_obs.readers.open_profile import open_profile
 from hicache_obs.readers.preflight import Check, Level, blind_spots, level, preflight
 from hicache_obs.readers.profile import Profile
 from hicache_obs.readers.profile_records import ProfileWriter, detached, processes
+from hicache_obs.readers.trace_file import entries
 from hicache_obs.records import ALL_LAYERS, OpId
 
 NO_EDGE: Final = "nothing in the file orders them; without page sets nobody knows whether they touch the same pages"
@@ -167,7 +169,11 @@ def _judge(
 
 
 def journals_at(path: Path) -> list[tuple[Path, int | None]]:
-    """The journals at ``path``: of every rank, or of every folder in it, such as the policies of a demo."""
+    """The journals at ``path``: of every rank, or of every folder in it, such as the policies of a demo.
+
+    Raises:
+        TraceError: It, or a folder in it, cannot be listed.
+    """
     from hicache_obs.readers.journal import journal_ranks
     from hicache_obs.readers.parquet import parquet_ranks
 
@@ -176,7 +182,7 @@ def journals_at(path: Path) -> list[tuple[Path, int | None]]:
     ranks = journal_ranks(path) or parquet_ranks(path)
     if ranks:
         return [(path, rank) for rank in ranks]
-    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and journal_ranks(folder))
+    folders = sorted(folder for folder in entries(path) if folder.is_dir() and journal_ranks(folder))
     return [(folder, rank) for folder in folders for rank in journal_ranks(folder)] or [(path, None)]
 
 
@@ -318,10 +324,9 @@ def progress_of(path: Path) -> Iterator[Progress]:
         yield lambda stage, done, total: None
         return
     from rich import progress as bars
-    from rich.console import Console
 
     columns = (bars.TextColumn("{task.description:24}", markup=False), bars.BarColumn(), bars.TimeElapsedColumn())
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    with progress_bars(*columns) as shown:
         tasks: dict[str, bars.TaskID] = {}
 
         def tell(stage: str, done: int, total: int) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from typing import IO, Final
+from typing import IO, TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 FINDING_INDENT: Final = 11
 """Where the text behind the labels of an explained finding begins."""
@@ -32,3 +35,12 @@ def broken(text: str, width: int, *, indent: int) -> str:
             line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
         ) or [""]
     return "\n".join(lines)
+
+
+def progress_bars(*columns: ProgressColumn) -> Progress:
+    """Bars on standard error while they are entered; nothing, not even an empty line, where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

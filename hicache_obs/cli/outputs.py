@@ -31,6 +31,13 @@ def accepted_option(command: Command) -> Command:
     )(command)  # fmt: skip
 
 
+def rank_option(command: Command) -> Command:
+    """``--rank N``, for folders that hold the records of several ranks."""
+    return click.option(
+        "--rank", type=click.IntRange(min=0), metavar="N", help="Which rank of a folder that holds several."
+    )(command)
+
+
 def export_options(command: Command) -> Command:
     """``--accepted FILE``, ``--events FILE`` and ``--otlp URL``."""
     command = click.option(

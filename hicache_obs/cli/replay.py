@@ -10,6 +10,7 @@ import click
 from hicache_obs.analyzer import Analyzer, explain
 from hicache_obs.analyzer.witness import Cell, Witness, table, witness
 from hicache_obs.cli.layout import FINDING_INDENT, fit
+from hicache_obs.cli.outputs import rank_option
 from hicache_obs.errors import InputError, TraceError, naming
 from hicache_obs.findings import ExitCode, Finding, Proof
 from hicache_obs.readers import open_trace
@@ -25,13 +26,14 @@ SHOWN_PAGES: Final = 8
 @click.command("replay")
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 @click.option("--between", nargs=2, metavar="A B", help="Step or operation ids (default: the first finding).")
-def command(file: Path, between: tuple[str, str] | None) -> int:
+@rank_option
+def command(file: Path, between: tuple[str, str] | None, rank: int | None) -> int:
     """Print two legal schedules in which a finding goes wrong, and run both on the virtual device.
 
-    FILE is a scenario (JSON), a journal file or folder, or a ring file. Exit code 0 if both runs did what they
-    claim, 1 if not.
+    FILE is a scenario (JSON), a journal file or folder, Parquet of 'convert', or a ring file. Exit code 0 if both
+    runs did what they claim, 1 if not.
     """
-    trace = open_trace(file)
+    trace = open_trace(file, rank=rank)
     findings = _findings(trace)
     pair = _first(trace, findings) if between is None else (_op(trace, between[0]), _op(trace, between[1]))
     try:

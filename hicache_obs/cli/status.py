@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from hicache_obs.agent.journals import journal_folder
+from hicache_obs.agent.node import FINISHED
 from hicache_obs.agent.writers import beat_age_s, seems_to_run, writer_runs
 from hicache_obs.errors import LayoutError, TraceError
 from hicache_obs.findings import ExitCode
@@ -153,8 +154,11 @@ def show(folder: Path, rows: Sequence[RingRow]) -> None:
         click.echo(f"agent: process {agent['pid']}, metrics at {agent.get('url') or 'no port'}")
     else:
         click.echo("agent: none runs; start one with 'hicache-obs agent'")
+    click.echo(f"rings in {folder}")
     if not rows:
-        click.echo(f"no such ring in {folder}")
+        over = len(list_rings(folder / FINISHED)) if (folder / FINISHED).is_dir() else 0
+        read = f"; {over} of ended processes, read to their end, in {folder / FINISHED}" if over else ""
+        click.echo(f"no such ring in {folder}{read}")
         return
     table = [HEADINGS, *(row.cells() for row in rows)]
     whole = [cells for cells in table if len(cells) == len(HEADINGS)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -132,6 +134,10 @@ def show(report: Report) -> None:
         summary += f", {report.expected} accepted"
     click.echo(fit(summary, indent=FINDING_INDENT))
     show_findings(report)
+    source, _, rank = str(report.trace.source).partition(", rank ")
+    if Path(source).exists() and any(not finding.misuse for finding in report.keeper.findings):
+        which = f" --rank {rank}" if rank else ""
+        click.echo(f"to see the first of them go wrong: hicache-obs replay {shlex.quote(source)}{which}\n")
 
 
 def show_findings(report: Report) -> None:

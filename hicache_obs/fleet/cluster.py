@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import tempfile
 import time
 import uuid
@@ -28,6 +29,8 @@ IDLE_S: Final = 60.0
 POLL_S: Final = 2.0
 MEMORY_BYTES: Final = 1 << 30
 """Of a worker of this machine, by default."""
+_ADDRESS: Final = re.compile(r"([a-z]+://)?[^\s/]+:[0-9]+/?")
+_EXPECTED: Final = "expected the address of a running Dask scheduler, such as tcp://host:8786"
 _TIMEOUT: Final = (TimeoutError, asyncio.TimeoutError)
 """One and the same from Python 3.11 on."""
 _LOCAL: Final = {
@@ -85,14 +88,13 @@ def remote_workers(address: str, timeout_s: float = CONNECT_S) -> Iterator[DaskE
     """
     import distributed
 
+    if not _ADDRESS.fullmatch(address):  # Dask's client would raise later, and once more when it is collected
+        raise ConfigError(f"--scheduler {address}: no address; {_EXPECTED}")
     with contextlib.ExitStack() as stack:
         try:
             client = stack.enter_context(distributed.Client(address, timeout=timeout_s, set_as_default=False))
         except (OSError, ValueError, TypeError, ImportError, RuntimeError, *_TIMEOUT) as error:
-            raise ConfigError(
-                f"--scheduler {address}: cannot be reached ({one_line(error)}); expected the address of a running Dask "
-                "scheduler, such as tcp://host:8786"
-            ) from None
+            raise ConfigError(f"--scheduler {address}: cannot be reached ({one_line(error)}); {_EXPECTED}") from None
         try:
             client.wait_for_workers(1, timeout=timeout_s)
         except _TIMEOUT:

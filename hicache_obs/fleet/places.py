@@ -10,6 +10,7 @@ its path that all nodes have in common.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from collections import Counter
@@ -95,8 +96,10 @@ def _below(argument: str) -> list[RankPlace]:
         paths = sorted(files.glob(root)) if _MAGIC.search(root) and not files.exists(root) else [root]
         found: list[RankPlace] = []
         for path in paths:
-            names = [path] if files.isfile(path) else files.find(path)
+            closed: list[RankPlace] = []
+            names = [path] if files.isfile(path) else _find(files, path, local, closed)
             found += _ranks_of(files, sorted(names), local, named=not files.isdir(path))
+            found += closed
         return found
     except Exception as error:  # noqa: BLE001 a driver raises what it likes
         raise TraceError(f"{argument}: cannot be looked at: {one_line(error)}") from None
@@ -126,15 +129,39 @@ def _ranks_of(files: Any, paths: Iterable[str], local: bool, *, named: bool) -> 
     return list(places.values())
 
 
+def _find(files: Any, path: str, local: bool, closed: list[RankPlace]) -> list[str]:
+    """All files below ``path``. A local folder that cannot be listed joins ``closed``: a rank that cannot be read.
+
+    fsspec's own ``find`` leaves such a folder out and says nothing.
+    """
+    if not local:
+        return list(files.find(path))
+
+    def refused(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            folder = str(error.filename)
+            ring = _ring_of(folder)
+            role, ranks, node = _worker(folder, "", 0 if ring is None else ring.ranks.tp)
+            closed.append(RankPlace(folder, None, node, role, ranks))
+
+    walk = os.walk(path, onerror=refused, followlinks=True)
+    return [posixpath.join(folder, name) for folder, _, names in walk for name in names]
+
+
 def _worker(folder: str, name: str, number: int) -> tuple[str, Ranks, str]:
     """Role, ranks and node of the records in file ``name`` of ``folder``."""
     ring = RingName.parse(name)
     if ring is not None:
         return ring.role, ring.ranks, folder
-    ring = RingName.parse(f"{posixpath.basename(folder).rsplit('.', 2)[0]}{SUFFIX}")
+    ring = _ring_of(folder)
     if ring is not None:
         return ring.role, replace(ring.ranks, tp=number), posixpath.dirname(folder)
     return "", Ranks(tp=number), folder
+
+
+def _ring_of(folder: str) -> RingName | None:
+    """The ring that one of the agent's folders is called after."""
+    return RingName.parse(f"{posixpath.basename(folder).rsplit('.', 2)[0]}{SUFFIX}")
 
 
 def _short(nodes: Iterable[str]) -> dict[str, str]:

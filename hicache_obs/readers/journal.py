@@ -28,7 +28,7 @@ from hicache_obs.readers.journal_format import (
 from hicache_obs.readers.journal_records import batch_records, define_of
 from hicache_obs.readers.journal_writer import JournalWriter
 from hicache_obs.readers.stored import AnyPath, StoredPath
-from hicache_obs.readers.trace_file import one_line, size_of
+from hicache_obs.readers.trace_file import entries, one_line, size_of
 from hicache_obs.records import (
     NO_OP,
     AnyRecord,
@@ -147,8 +147,12 @@ def read_definitions(path: AnyPath, info: JournalInfo) -> list[Define]:
 
 
 def journal_ranks(directory: Path) -> list[int]:
-    """Ranks that have a journal in ``directory``, ascending."""
-    return sorted({int(match[1]) for file in directory.iterdir() if (match := FILE_NAME.fullmatch(file.name))})
+    """Ranks that have a journal in ``directory``, ascending.
+
+    Raises:
+        TraceError: It cannot be listed.
+    """
+    return sorted({int(match[1]) for file in entries(directory) if (match := FILE_NAME.fullmatch(file.name))})
 
 
 def _newest_run(directory: P, rank: int | None, notes: list[str]) -> list[tuple[P, JournalInfo]]:
@@ -162,7 +166,10 @@ def _newest_run(directory: P, rank: int | None, notes: list[str]) -> list[tuple[
     known = ", ".join(map(str, sorted(by_rank)))
     if rank is None:
         if len(by_rank) > 1:
-            raise TraceError(f"{directory}: holds the journals of ranks {known}: say which one")
+            raise TraceError(
+                f"{directory}: holds the journals of ranks {known}: say which one (--rank N); "
+                "'hicache-obs analyze' takes all"
+            )
         rank = next(iter(by_rank))
     if rank not in by_rank:
         raise TraceError(f"{directory}: holds no journal of rank {rank}, only of {known}")
@@ -177,7 +184,8 @@ def _newest_run(directory: P, rank: int | None, notes: list[str]) -> list[tuple[
     run = headers[-1][1].run
     older = [file.name for file, info in headers if info.run != run]
     if older:
-        notes.append(f"{directory}: older runs are left out ({older[0]} to {older[-1]}); open a file to read it")
+        files = older[0] if len(older) == 1 else f"{older[0]} to {older[-1]}"
+        notes.append(f"{directory}: older runs are left out ({files}); open a file to read it")
     return [(file, info) for file, info in headers if info.run == run]
 
 

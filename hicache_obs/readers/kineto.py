@@ -227,7 +227,8 @@ class _Builder:
         runtime = f"CUDA {file.cuda // 1000}.{file.cuda % 1000 // 10}" if file.cuda else ""
         if file.hip:
             runtime = f"HIP {file.hip}"
-        self._facts = Facts(producer=f"torch.profiler {runtime}".strip(), schema=f"schema {file.schema}")
+        version = "not stated" if file.schema is None else file.schema
+        self._facts = Facts(producer=f"torch.profiler {runtime}".strip(), schema=f"schema {version}")
         self._streams = Interner()
         self._threads = Interner()
         self._names = Interner()

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Final
 
 from hicache_obs.errors import TraceError
+from hicache_obs.readers.open_profile import EVENTS, GZIP, SQLITE
 from hicache_obs.readers.ring import read_ring
-from hicache_obs.readers.trace_file import size_of
+from hicache_obs.readers.trace_file import entries, first_bytes
 from hicache_obs.records import RING_MAGIC
 from hicache_obs.trace import Trace, make_trace
 
 _ARROW_STREAM: Final = b"\xff\xff\xff\xff"
 _PARQUET: Final = b"PAR1"
+_START: Final = 1 << 14
+"""Bytes in which a profiler's JSON shows what it is."""
+SHOWN: Final = 3
+"""Folders that a message names; the rest are not listed."""
 
 
 class Container(enum.Enum):
@@ -33,14 +38,10 @@ def container(path: Path) -> Container:
         TraceError: None of them, or it cannot be read.
     """
     if path.is_dir():
-        parquet = any(file.name.startswith("rank") and file.suffix == ".parquet" for file in path.iterdir())
-        return Container.PARQUET if parquet else Container.JOURNAL
-    size_of(path)
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from None
+        return _folder(path)
+    start = first_bytes(path, _START)
+    if start.startswith((SQLITE, GZIP)) or EVENTS in start:
+        raise TraceError(f"{path}: a recording of a profiler, which 'hicache-obs analyze' judges")
     if start.startswith(RING_MAGIC):
         return Container.RING
     if start.startswith(_ARROW_STREAM):
@@ -50,9 +51,27 @@ def container(path: Path) -> Container:
     if start.lstrip().startswith(b"{"):
         return Container.SCENARIO
     raise TraceError(
-        f"{path}: not a ring file, a journal (directory or .arrows segment), Parquet or a scenario (JSON); "
-        f"it begins with {start[:16]!r}"
+        f"{path}: not a ring file, a journal (directory or .arrows segment), Parquet, a scenario (JSON) "
+        f"or a profiler's recording; it begins with {start[:16]!r}"
     )
+
+
+def _folder(path: Path) -> Container:
+    """What a directory holds. One without records says where they may be, if something in it looks like them."""
+    names = [file.name for file in entries(path)]
+    if any(name.startswith("rank") and name.endswith(".parquet") for name in names):
+        return Container.PARQUET
+    if not any(name.endswith(".arrows") for name in names):
+        if any(name.endswith(".ring") for name in names):
+            raise TraceError(f"{path}: no journal here, but ring files: name them, as in {path}/*.ring")
+        journals = sorted({file.parent.name for file in path.glob("*/rank*-*.arrows")})
+        if journals:
+            shown = ", ".join(journals[:SHOWN]) + (", ..." if len(journals) > SHOWN else "")
+            raise TraceError(
+                f"{path}: no journal here, but in its folders {shown}: name one, or 'hicache-obs analyze {path}' "
+                "judges all"
+            )
+    return Container.JOURNAL
 
 
 def open_trace(path: str | os.PathLike[str], *, rank: int | None = None) -> Trace:

@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 from typing import Final
 
-from hicache_obs.errors import TraceError
 from hicache_obs.readers.nsys_report import exported, is_report
 from hicache_obs.readers.profile import Profile
-from hicache_obs.readers.trace_file import size_of
+from hicache_obs.readers.trace_file import first_bytes
 
-_SQLITE: Final = b"SQLite format 3\x00"
-_GZIP: Final = b"\x1f\x8b"
-_EVENTS: Final = b'"traceEvents"'
+SQLITE: Final = b"SQLite format 3\x00"
+GZIP: Final = b"\x1f\x8b"
+EVENTS: Final = b'"traceEvents"'
 
 
 def open_profile(path: str | os.PathLike[str]) -> Profile | None:
@@ -37,17 +36,12 @@ def open_profile(path: str | os.PathLike[str]) -> Profile | None:
             profile = read_nsys(export)
         profile.source = str(target)
         return profile
-    size_of(target)
-    try:
-        with target.open("rb") as file:
-            start = file.read(64)
-    except OSError as error:
-        raise TraceError(f"{target}: {error.strerror}") from None
-    if start.startswith(_SQLITE):
+    start = first_bytes(target, 64)
+    if start.startswith(SQLITE):
         from hicache_obs.readers.nsys import read_nsys
 
         return read_nsys(target)
-    if start.startswith(_GZIP) or start.lstrip()[:1] == b"[" or (start.lstrip()[:1] == b"{" and _has_events(target)):
+    if start.startswith(GZIP) or start.lstrip()[:1] == b"[" or (start.lstrip()[:1] == b"{" and _has_events(target)):
         from hicache_obs.readers.kineto import read_kineto
 
         return read_kineto(target)
@@ -57,4 +51,4 @@ def open_profile(path: str | os.PathLike[str]) -> Profile | None:
 def _has_events(path: Path) -> bool:
     """Whether a JSON file has the key of a Chrome trace: a scenario is JSON too."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data.find(_EVENTS) >= 0
+        return data.find(EVENTS) >= 0

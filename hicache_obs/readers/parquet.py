@@ -21,7 +21,7 @@ from hicache_obs.readers.journal import read_header
 from hicache_obs.readers.journal_format import SCHEMA, JournalInfo, header_metadata
 from hicache_obs.readers.journal_records import batch_records
 from hicache_obs.readers.journal_writer import record_batch
-from hicache_obs.readers.trace_file import size_of
+from hicache_obs.readers.trace_file import entries, size_of
 from hicache_obs.records import Access, AnyRecord, PageAlloc, PageFree, PageIds
 
 PARQUET_NAME: Final = re.compile(r"rank(\d+)\.parquet")
@@ -127,8 +127,12 @@ def _shared(records: list[AnyRecord]) -> list[AnyRecord]:
 
 
 def parquet_ranks(directory: Path) -> list[int]:
-    """Ranks that have a Parquet file in ``directory``, ascending."""
-    return sorted({int(match[1]) for file in directory.iterdir() if (match := PARQUET_NAME.fullmatch(file.name))})
+    """Ranks that have a Parquet file in ``directory``, ascending.
+
+    Raises:
+        TraceError: It cannot be listed.
+    """
+    return sorted({int(match[1]) for file in entries(directory) if (match := PARQUET_NAME.fullmatch(file.name))})
 
 
 def parquet_file(path: str | os.PathLike[str], rank: int | None) -> Path:
@@ -145,7 +149,9 @@ def parquet_file(path: str | os.PathLike[str], rank: int | None) -> Path:
     if rank is None and len(ranks) == 1:
         rank = ranks[0]
     if rank is None:
-        raise TraceError(f"{target}: holds the records of ranks {known}: say which one")
+        raise TraceError(
+            f"{target}: holds the records of ranks {known}: say which one (--rank N); 'hicache-obs analyze' takes all"
+        )
     if rank not in ranks:
         raise TraceError(f"{target}: holds no records of rank {rank}, only of {known}")
     return target / f"rank{rank}.parquet"

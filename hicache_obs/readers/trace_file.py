@@ -35,6 +35,32 @@ def one_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+def entries(directory: Path) -> list[Path]:
+    """What is in a directory, by name.
+
+    Raises:
+        TraceError: It cannot be listed.
+    """
+    try:
+        return sorted(directory.iterdir())
+    except OSError as error:
+        raise TraceError(f"{directory}: {error.strerror}") from None
+
+
+def first_bytes(path: Path, count: int) -> bytes:
+    """The first ``count`` bytes of a regular file, all of a shorter one.
+
+    Raises:
+        TraceError: There is none at ``path``, or it cannot be read.
+    """
+    size_of(path)
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
+
+
 def size_of(path: Path) -> int:
     """Bytes of a regular file; nothing is opened.
 

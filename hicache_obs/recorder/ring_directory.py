@@ -86,9 +86,8 @@ def open_ring_directory(directory: str | os.PathLike[str] | None = None, *, crea
         raise ConfigError(f"ring directory {path}: belongs to user {owner}, this process is user {own}; {_CHOOSE}")
     if status.st_mode & 0o022:
         mode = stat.S_IMODE(status.st_mode)
-        raise ConfigError(
-            f"ring directory {path}: others may write to it (mode {mode:04o}); chmod 700 it, or {_CHOOSE}"
-        )
+        mend = "name a folder inside it" if mode & stat.S_ISVTX else "chmod 700 it"
+        raise ConfigError(f"ring directory {path}: others may write to it (mode {mode:04o}); {mend}, or {_CHOOSE}")
     return path
 
 

@@ -127,9 +127,30 @@ def test_once_reads_what_is_there_and_says_what_it_found(rings, ring, round_of, 
     records = round_of(1, fenced=fenced)
     fill(writer, records)
     assert main(["agent", "--dir", str(rings), "--once"]) == code
+    explained = "" if fenced else f"to have them explained: hicache-obs check {rings}/*.ring\n"
     assert capsys.readouterr().out == (
-        f"dp0 pp0 tp2: {len(records)} records, 0 lost, 1 page pairs checked; operation pairs: {text}\n"
+        f"dp0 pp0 tp2: {len(records)} records, 0 lost, 1 page pairs checked; operation pairs: {text}\n{explained}"
     )
+
+
+def test_once_says_where_the_records_are_now(rings, ring, round_of, fill, tmp_path, capsys):
+    for arguments, where in (((), rings / "finished/*.ring"), (("--journal", str(tmp_path / "j")), tmp_path / "j/*")):
+        writer = ring(0)
+        fill(writer, round_of(1))
+        writer.close()
+        assert main(["agent", "--dir", str(rings), "--once", *arguments]) == 1
+        assert capsys.readouterr().out.endswith(f"to have them explained: hicache-obs check {where}\n")
+        assert [main(["check", str(path)]) for path in where.parent.glob(where.name)] == [1]
+    assert main(["status", "--dir", str(rings)]) == 3
+    assert "; 2 of ended processes, read to their end, in " in capsys.readouterr().out
+
+
+def test_once_in_a_directory_that_does_not_exist(tmp_path, capsys):
+    assert main(["agent", "--once", "--dir", str(tmp_path / "typo")]) == 2
+    assert capsys.readouterr().err == (
+        f"hicache-obs: --dir {tmp_path}/typo: No such file or directory; has an observed process run here?\n"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_once_without_rings_checks_nothing(rings, capsys):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -200,3 +202,27 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     )
 
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", [["analyze"], ["report", "-o", "r.html"], ["convert", "-o", "r.pftrace"]])
+def test_a_folder_that_cannot_be_listed_is_named(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever else is beside it. (Root may list everything, so the system's refusal is made here.)"""
+    for name in ("closed", "open"):
+        writer = JournalWriter(tmp_path / "journals" / name)
+        writer.write(History(ORDERED).records)
+        writer.close()
+    listdir = os.listdir
+
+    def refusing(path: str | Path) -> list[str]:
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    monkeypatch.chdir(tmp_path)
+
+    assert main([*command, "journals"]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "hicache-obs: journals/closed: Permission denied\n")

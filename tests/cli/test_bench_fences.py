@@ -232,7 +232,10 @@ def test_a_journal_is_priced_as_it_was_recorded(capsys, journals):
 
 def test_findings_of_a_journal_are_exit_code_1_and_none_to_price_is_said(capsys, journals):
     assert main(["bench-fences", "--journal", str(journals / "none")]) == 1
-    out = " ".join(capsys.readouterr().out.split())
+    captured = capsys.readouterr()
+    assert captured.err == ""  # no trace of progress bars where there is no terminal
+    assert "write-backs " in captured.out
+    out = " ".join(captured.out.split())
     assert "there is nothing to price" in out
     assert "operation pairs are in no proven order" in out
 

@@ -32,6 +32,7 @@ def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--fence", "stram"], ["'stram'", "none", "stream", "page"]),
         (["--device", "tpu"], ["'tpu'", "cuda", "threads", "virtual"]),
         (["--schedule", "soon"], ["'soon'", "adversarial"]),
+        (["--device", "threads", "--schedule", "eager"], ["--schedule eager", "--device virtual"]),
         (["--runner", "llama"], ["'llama'", "transformer", "pattern"]),
         (["--requests", "0"], ["--requests", "0", "x>=1"]),
         (["--requests", "many"], ["--requests", "'many'", "integer"]),
@@ -118,9 +119,18 @@ def test_check_files(
     assert all(part in line for part in parts), line
 
 
-def test_check_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """Usage errors say what is missing."""
-    assert "FILE" in _error(capsys, "check")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["check"], "Missing argument 'FILE...'; see 'hicache-obs check --help'"),
+        (["report", "x"], "Missing option '-o' / '--output'; see 'hicache-obs report --help'"),
+        (["status", "--piid", "3"], "No such option '--piid'. Did you mean '--pid'? see 'hicache-obs status --help'"),
+        (["chekc"], "No such command 'chekc'; did you mean 'check'? 'hicache-obs --help' lists them"),
+        (["xyz"], "No such command 'xyz'; 'hicache-obs --help' lists them"),
+    ],
+)
+def test_usage_errors_lead_to_the_help(capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
+    assert _error(capsys, *arguments) == f"hicache-obs: {line}"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hicache_obs.cli import main
-from hicache_obs.readers import journal, open_trace  # noqa: F401 importing it must not count as memory of a reader
+from hicache_obs.readers import journal, open_trace
 from hicache_obs.recorder import RingWriter
 from hicache_obs.testing import History
 
@@ -99,11 +99,11 @@ def steps(*changed: dict[str, Any]) -> str:
         ('{"steps": [' + "[" * 5_000 + "]" * 5_000 + "]}", "*recursion*"),
         (
             "[]",
-            "not a ring file, *, Parquet or a scenario (JSON); it begins with b'[[][]]'",
+            "not a ring file, *, Parquet, a scenario (JSON) or a profiler's recording; it begins with b'[[][]]'",
         ),
         (
             "",
-            "not a ring file, *, Parquet or a scenario (JSON); it begins with b''",
+            "not a ring file, *, Parquet, a scenario (JSON) or a profiler's recording; it begins with b''",
         ),
         (b'{"steps": [{"id": "\xff", "op": "kernel", "stream": "a"}]}', "*"),
         (b'{"steps": [{"id": "s1", "op": "kernel", "stream": "\xc3"}]}', "step *Invalid UTF-8*"),
@@ -318,3 +318,33 @@ def test_large_ids_take_bounded_memory(tmp_path: Path, text: str, error: str, co
     )
     assert run.returncode == (2 if error else int(command == "check")), run.stderr
     assert fnmatch(run.stderr, f"hicache-obs: {path}: {error}\n" if error else "")
+
+
+def test_findings_end_with_the_command_that_replays_them(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = HERE.parent / "cases"
+    race, fenced = cases / "01-loadback-over-inflight-forward.json", cases / "02-loadback-fenced-twin.json"
+
+    assert main(["check", str(race)]) == 1
+    command = capsys.readouterr().out.splitlines()[-2].partition(": hicache-obs ")[2].split()
+    assert command == ["replay", str(race)]
+    assert main(command) == 0
+    assert main(["check", str(fenced)]) == 0
+    assert "replay" not in capsys.readouterr().out.removeprefix(str(fenced))
+
+
+def test_one_rank_of_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Is chosen by --rank, by the command that is printed as well."""
+    for rank, text in enumerate(("F:w5 L<F L:w5", "F:w5 L:w5")):
+        writer = journal.JournalWriter(tmp_path, rank=rank)
+        writer.write(History(text).records)
+        writer.close()
+
+    assert main(["check", str(tmp_path)]) == 2
+    assert "ranks 0, 1: say which one (--rank N)" in capsys.readouterr().err
+    assert main(["check", str(tmp_path), "--rank", "0"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}, rank 0: clean")
+    for command in (["check", str(tmp_path), "--rank", "1"], ["analyze", str(tmp_path)]):
+        assert main(command) == 1
+        line = next(line for line in capsys.readouterr().out.splitlines() if "hicache-obs replay" in line)
+        assert line.partition(": hicache-obs ")[2].split() == ["replay", str(tmp_path), "--rank", "1"]
+    assert main(["replay", str(tmp_path), "--rank", "1"]) == 0

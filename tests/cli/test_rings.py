@@ -90,7 +90,8 @@ def test_status_shows_each_ring(rings, writers, capsys):
     assert main(["status", "--dir", str(rings)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "agent: none runs; start one with 'hicache-obs agent'"
-    cells = [re.split(r"  +", line) for line in lines[1:]]
+    assert lines[1] == f"rings in {rings}"
+    cells = [re.split(r"  +", line) for line in lines[2:]]
     assert cells[0] == [
         "ring", "rank", "pid", "process", "mode", "written", "read", "dropped", "last beat", "journal",
     ]  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 from hicache_obs.cli import main
 from hicache_obs.cli.demo import ROWS
 from hicache_obs.cli.layout import FINDING_INDENT, broken, fit
+from hicache_obs.testing.protections import PROTECTIONS
 
 FLAGS = {
     "--fence": "[none|stream|page|all]",
@@ -94,6 +95,14 @@ def test_files_and_pipes_get_whole_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "20")
 
     assert fit(TEXT, indent=FINDING_INDENT) == TEXT
+
+
+def test_the_names_of_protections_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "--help"]) == 0
+    out = capsys.readouterr().out
+
+    assert set(PROTECTIONS) <= set(re.split(r"[\s,]+", out))
+    assert max(len(line) for line in out.splitlines()) <= 80
 
 
 def test_doctor_names_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

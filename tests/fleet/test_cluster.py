@@ -180,6 +180,17 @@ def test_a_scheduler_that_is_not_there_is_one_error(
     assert captured.err.startswith(f"hicache-obs: --scheduler {where}: cannot be reached (")
 
 
+@pytest.mark.parametrize("address", ["dask", "tcp://dask", "dask:port", ""])
+def test_an_address_without_a_port_is_refused_at_once(
+    address: str, fleet_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", str(fleet_folder), "--scheduler", address]) == 2
+    assert capsys.readouterr().err == (
+        f"hicache-obs: --scheduler {address}: no address; expected the address of a running Dask scheduler, such as "
+        "tcp://host:8786\n"
+    )
+
+
 def test_a_scheduler_without_workers_is_one_error(need_fleet: None) -> None:
     from distributed import LocalCluster
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -351,3 +353,30 @@ def test_text_says_the_worst_first(both: Fleet, fleet_folder: Path, capsys: pyte
     assert lines[1].startswith("  node1 scheduler dp1 pp0 tp1: findings, 1 violation (HC-")
     assert lines[2] == "  node1 dp1 pp0, thread scheduler: differ at cache decision 108"
     assert lines[3] == "    node1 scheduler dp1 pp0 tp2: frees device page 32 (op 425)"
+
+
+def test_a_folder_that_cannot_be_listed_is_named_and_not_clean(
+    fleet_folder: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows which ranks are in it. (Root may list everything, so the system's refusal is made here.)"""
+    journals = tmp_path / "journals"
+    shutil.copytree(fleet_folder / "node0" / "journals", journals)
+    closed = sorted(journals.iterdir())[1]
+
+    def refusing(listing: Callable[..., Any]) -> Callable[..., Any]:
+        def listed(path: str | Path) -> Any:
+            if Path(path) == closed:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return listing(path)
+
+        return listed
+
+    with monkeypatch.context() as patch:
+        for name in ("scandir", "listdir"):
+            patch.setattr(os, name, refusing(getattr(os, name)))
+        code, found = run(journals)
+    again, whole = run(journals)
+
+    assert (code, found["outcome"], len(found["ranks"])) == (3, "nothing-checked", 4)
+    assert found["unreadable"] == [{"rank": "journals scheduler dp0 pp0 tp1", "error": f"{closed}: Permission denied"}]
+    assert (again, whole["outcome"], len(whole["ranks"])) == (0, "clean", 4)

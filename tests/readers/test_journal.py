@@ -95,7 +95,10 @@ def test_ranks_have_files_of_their_own_and_one_must_be_chosen(tmp_path):
     write(tmp_path, marks(1), rank=0)
     write(tmp_path, marks(2), rank=3)
     assert names(tmp_path) == ["rank0-000001.arrows", "rank3-000001.arrows"]
-    with pytest.raises(TraceError, match=r"holds the journals of ranks 0, 3: say which one"):
+    with pytest.raises(
+        TraceError,
+        match=r"holds the journals of ranks 0, 3: say which one \(--rank N\); 'hicache-obs analyze' takes all",
+    ):
         read_journal(tmp_path)
     assert ops(read_journal(tmp_path, rank=3)) == [2]
     with pytest.raises(TraceError, match=r"holds no journal of rank 1, only of 0, 3"):

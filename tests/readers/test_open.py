@@ -41,16 +41,44 @@ def test_a_scenario_with_space_around_it(tmp_path):
     assert open_trace(path).labels[8] == "s8"
 
 
-@pytest.mark.parametrize("data", [b"", b"SQLite format 3\0", b"\x1f\x8b\x08", b"[1]"])
+@pytest.mark.parametrize("data", [b"", b"hello", b"[1]"])
 def test_anything_else_is_refused(tmp_path, data):
     path = tmp_path / "x"
     path.write_bytes(data)
     with pytest.raises(TraceError) as raised:
         open_trace(path)
     assert str(raised.value) == (
-        f"{path}: not a ring file, a journal (directory or .arrows segment), Parquet or a scenario (JSON); "
-        f"it begins with {data!r}"
+        f"{path}: not a ring file, a journal (directory or .arrows segment), Parquet, a scenario (JSON) "
+        f"or a profiler's recording; it begins with {data!r}"
     )
+
+
+@pytest.mark.parametrize("data", [b"SQLite format 3\0", b"\x1f\x8b\x08", b'{"schemaVersion": 1, "traceEvents": []}'])
+def test_a_recording_of_a_profiler_is_for_another_command(tmp_path, data):
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    with pytest.raises(TraceError) as raised:
+        open_trace(path)
+    assert str(raised.value) == f"{path}: a recording of a profiler, which 'hicache-obs analyze' judges"
+
+
+def test_a_folder_says_where_its_records_are(tmp_path):
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank0-000001.arrows").touch()
+    with pytest.raises(TraceError) as raised:
+        open_trace(tmp_path)
+    assert str(raised.value) == (
+        f"{tmp_path}: no journal here, but in its folders a, b, c, ...: name one, or 'hicache-obs analyze {tmp_path}' "
+        "judges all"
+    )
+    (tmp_path / "x.ring").touch()
+    with pytest.raises(TraceError) as raised:
+        open_trace(tmp_path)
+    assert str(raised.value) == f"{tmp_path}: no journal here, but ring files: name them, as in {tmp_path}/*.ring"
+    (tmp_path / "rank0.parquet").write_bytes(CASE.read_bytes())
+    with pytest.raises(TraceError, match=r"rank0.parquet"):
+        open_trace(tmp_path)
 
 
 def test_what_is_not_there(tmp_path):
