@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import re
 import tempfile
@@ -90,11 +91,15 @@ def remote_workers(address: str, timeout_s: float = CONNECT_S) -> Iterator[DaskE
 
     if not _ADDRESS.fullmatch(address):  # Dask's client would raise later, and once more when it is collected
         raise ConfigError(f"--scheduler {address}: no address; {_EXPECTED}")
-    with contextlib.ExitStack() as stack:
-        try:
-            client = stack.enter_context(distributed.Client(address, timeout=timeout_s, set_as_default=False))
-        except (OSError, ValueError, TypeError, ImportError, RuntimeError, *_TIMEOUT) as error:
-            raise ConfigError(f"--scheduler {address}: cannot be reached ({one_line(error)}); {_EXPECTED}") from None
+    reason = ""
+    try:
+        client = distributed.Client(address, timeout=timeout_s, set_as_default=False)
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError, *_TIMEOUT) as error:
+        reason = one_line(error)
+    if reason:
+        gc.collect()  # the client closes itself then; in the middle of another one's start it would wait for that for ever
+        raise ConfigError(f"--scheduler {address}: cannot be reached ({reason}); {_EXPECTED}")
+    with client:
         try:
             client.wait_for_workers(1, timeout=timeout_s)
         except _TIMEOUT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -178,6 +179,8 @@ def test_a_scheduler_that_is_not_there_is_one_error(
     assert time.monotonic() - began < 20
     assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert captured.err.startswith(f"hicache-obs: --scheduler {where}: cannot be reached (")
+    # One that is left would close itself whenever it is collected, and hang where another one is just starting.
+    assert [c for c in gc.get_objects() if type(c).__name__ == "Client" and where in repr(vars(c))] == []
 
 
 @pytest.mark.parametrize("address", ["dask", "tcp://dask", "dask:port", ""])
