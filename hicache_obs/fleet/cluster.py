@@ -97,7 +97,7 @@ def remote_workers(address: str, timeout_s: float = CONNECT_S) -> Iterator[DaskE
     except (OSError, ValueError, TypeError, ImportError, RuntimeError, *_TIMEOUT) as error:
         reason = one_line(error)
     if reason:
-        gc.collect()  # the client closes itself then; in the middle of another one's start it would wait for that for ever
+        gc.collect()  # the client closes itself then; while another one starts, it would wait for that for ever
         raise ConfigError(f"--scheduler {address}: cannot be reached ({reason}); {_EXPECTED}")
     with client:
         try:
