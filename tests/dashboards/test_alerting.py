@@ -84,7 +84,7 @@ def test_every_panel_query_has_an_answer_in_the_fenced_run(recording: Any, name:
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_every_alert_has_something_to_compare_in_the_fenced_run(recording: Any, name: str) -> None:
-    expr, compared = re.subn(r" (?:==|>) [\d.]+", "", ALERTS[name])
+    expr, compared = re.subn(r" (?:==|<|>) [\d.]+", "", ALERTS[name])
     expr = expr.replace("[15m]", "[30s]").replace("[5m]", "[30s]")
 
     assert compared
