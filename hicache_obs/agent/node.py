@@ -190,12 +190,18 @@ class NodeAgent:
         for rank in self._ranks.values():
             rank.turn(scraped=scraped)
 
-    def close(self, *, within_s: float = 5.0) -> None:
-        """Take in what is there now, for ``within_s`` at most, and give everything back. Idempotent."""
-        if self._lock.holds:
-            self._discover()
-        self._read(time.monotonic() + within_s)
-        self._end_turn()
+    def close(self, *, within_s: float = 5.0, take_in: bool = True) -> None:
+        """Take in what is there now, for ``within_s`` at most, and give everything back. Idempotent.
+
+        Args:
+            within_s: How long it may take.
+            take_in: False for an agent that could not begin: what it read nobody would be told.
+        """
+        if take_in:
+            if self._lock.holds:
+                self._discover()
+            self._read(time.monotonic() + within_s)
+            self._end_turn()
         for rank in self._ranks.values():
             rank.leave()
         self._ranks.clear()

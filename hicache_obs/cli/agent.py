@@ -224,6 +224,9 @@ def _agent(
     agent = NodeAgent(options, metrics, more_sinks=more, follow=outputs.follow, accepts=accepts)
     try:
         yield agent
+    except ConfigError:  # such as a port that is taken
+        agent.close(take_in=False)
+        raise
     finally:
         agent.close()
 

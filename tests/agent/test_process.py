@@ -20,6 +20,7 @@ from hicache_obs import __version__
 from hicache_obs.cli import main
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.ring import RingReader
+from hicache_obs.readers.ring_header import read_state
 from hicache_obs.recorder.agent_lock import running_agent
 from hicache_obs.records import NO_OP, RING_VERSION, EventRecord, Lost
 
@@ -82,7 +83,10 @@ def test_a_killed_agents_lock_is_nobodys(agent_process, rings):
     agent_process().url()
 
 
-def test_a_port_that_is_taken_is_named_and_the_directory_is_free_again(rings, capsys):
+def test_a_port_that_is_taken_is_named_and_nothing_has_been_read(rings, ring, round_of, fill, capsys):
+    writer = ring(0)
+    fill(writer, round_of(1))
+    writer.close()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert main(["agent", "--dir", str(rings), "--port", str(port)]) == 2
@@ -90,6 +94,8 @@ def test_a_port_that_is_taken_is_named_and_the_directory_is_free_again(rings, ca
         f"hicache-obs: --port: port {port} on 127.0.0.1 is in use; choose another or 0 for any free port\n"
     )
     assert running_agent(rings) == {}
+    assert read_state(writer.path).read == 0
+    assert main(["agent", "--dir", str(rings), "--once"]) == 1
 
 
 def test_an_address_of_another_machine_is_named(rings, capsys):
