@@ -56,4 +56,6 @@ def table(folder: Path) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit(f"usage: python docs/profile_table.py FOLDER; {' '.join(sys.argv[1:]) or 'nothing'} is no folder")
     print(table(Path(sys.argv[1])), end="")

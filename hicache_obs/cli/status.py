@@ -102,7 +102,7 @@ def ring_options(command: _Command) -> _Command:
 def command(directory: Path | None, pid: int | None, rank: int | None, as_json: bool) -> int:
     """Show each ring of this node: whose it is, what its process does, and how far it has been read.
 
-    Exit code 3 if there is none.
+    Exit code 3 if there is none, 2 if their directory is not there.
     """
     folder = open_ring_directory(directory, create=False)
     rows = find_rings(folder, pid, rank)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 from fnmatch import fnmatch
 from pathlib import Path
@@ -139,11 +138,11 @@ def test_a_file_of_a_gigabyte(
     """Is refused without being read into memory."""
     path = tmp_path / "huge"
     path.write_bytes(start)
-    os.truncate(path, 1 << 30)
-    main([command, str(tmp_path / "absent")])  # loads the command, which is not what is measured
+    os.truncate(path, 8192)
+    main([command, str(path)])  # loads the command and the reader, which is not what is measured
     capsys.readouterr()
+    os.truncate(path, 1 << 30)
     tracemalloc.start()
-    started = time.perf_counter()
     try:
         line = refused(capsys, command, path)
         peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -152,7 +151,6 @@ def test_a_file_of_a_gigabyte(
 
     pytest.LineMatcher([line]).fnmatch_lines([message])
     assert peak_bytes < 1 << 20
-    assert time.perf_counter() - started < 2
 
 
 def test_a_large_ring_that_is_mostly_empty(tmp_path: Path) -> None:
