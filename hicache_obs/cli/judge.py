@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -219,10 +221,12 @@ def check_copies(profile: Profile, progress: Progress = lambda stage, done, tota
 
 
 def _cause(writer: ProfileWriter, pair: PairProof) -> str:
-    """Why nothing orders a pair: the newest place behind its first operation where an order may be missing."""
+    """Why nothing orders a pair: the newest place before its second operation where an order may be missing, which is
+    behind its first one, or the pair would not be unknown.
+    """
     if pair.proof is Proof.NONE:
         return NO_EDGE
-    return next(doubt.value for position, doubt in reversed(writer.doubts) if pair.since < position < pair.at)
+    return writer.doubts[bisect_left(writer.doubts, pair.at, key=itemgetter(0)) - 1][1].value
 
 
 # -- in words -----------------------------------------------------------------------------------------------
