@@ -8,6 +8,7 @@ round. Nothing is dropped and nothing added by hand but the sentences above the 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ The goals are those the project set itself: the launching thread 5 us a round, t
 50 us for a restore of 80 layers, 300 million page checks a second from 1,000 pages on, 150 MB/s of a torch.profiler
 trace, 1.5 million rows a second of an Nsight Systems export.
 """
+REAL_TIME = {
+    "analyse a round: decode": "decode rounds a second",
+    "analyse a round: restore, a record per layer": "rounds a second, each with a restore of 4,096 pages of 80 layers,",
+}
+"""Groups whose first row is one round, and what that is."""
 
 
 def main(results: str) -> int:
@@ -33,7 +39,14 @@ def main(results: str) -> int:
     for bench in run["benchmarks"]:
         groups.setdefault(bench["group"] or bench["name"], []).append(bench)
     print(HEAD.format(machine=_machine(run)))
-    for name in sorted(groups):
+    for group, what in REAL_TIME.items():
+        if group in groups:
+            median_s = groups[group][0]["stats"]["median"]
+            print(
+                f"A hundred {what} take the analyzer {_digits(median_s * 1e4)} % of a core: it is "
+                f"{_digits(0.01 / median_s)} times faster than real time.\n"
+            )
+    for name in sorted(groups, key=_in_order):
         print("\n".join(_table(name, groups[name])))
     return 0
 
@@ -50,7 +63,7 @@ def _machine(run: dict[str, Any]) -> str:
 
 
 def _table(group: str, benches: list[dict[str, Any]]) -> list[str]:
-    unit, scale = _unit(max(bench["stats"]["median"] for bench in benches))
+    unit, scale = _unit(benches[0]["stats"]["median"])
     first = benches[0]["stats"]
     extra = sorted({what for bench in benches for what in bench["extra_info"]})
     lines = [f"## {group[0].upper()}{group[1:]}", ""]
@@ -61,14 +74,29 @@ def _table(group: str, benches: list[dict[str, Any]]) -> list[str]:
     for bench in benches:
         stats = bench["stats"]
         low, high = stats["q1"] / first["q3"], stats["q3"] / first["q1"]
-        ratio = "" if stats is first else f"{stats['median'] / first['median']:.2f} ({low:.2f} to {high:.2f})"
+        ratio = (
+            ""
+            if stats is first
+            else f"{_digits(stats['median'] / first['median'])} ({_digits(low)} to {_digits(high)})"
+        )
         more = "".join(f" {_shown(bench['extra_info'].get(what, ''))} |" for what in extra)
-        lines.append(f"| {_row(bench)} | {stats['min'] * scale:.2f} | {stats['median'] * scale:.2f} | {ratio} |{more}")
+        least, median = _digits(stats["min"] * scale), _digits(stats["median"] * scale)
+        lines.append(f"| {_row(bench)} | {least} | {median} | {ratio} |{more}")
     return [*lines, ""]
 
 
 def _row(bench: dict[str, Any]) -> str:
     return str(bench["name"]).removeprefix("test_").replace("_", " ").replace("|", "/")
+
+
+def _in_order(group: str) -> list[tuple[int, str]]:
+    """Numbers in it by their size."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", group)]
+
+
+def _digits(number: float) -> str:
+    """Three of them that say something."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}" if number >= 0.01 else f"{number:.2g}"
 
 
 def _shown(value: object) -> str:
