@@ -235,7 +235,7 @@ def _show(console: Console, settings: Sequence[Sequence[Cell]], options: BenchOp
 
     console.print(f"{len(options.requests):,} requests; {costs_line(options.costs, options.clients)}", highlight=False)
     console.print(
-        "Times in ms. wait: of all fences before load-backs, before write-backs; vain: avoidable by page-exact ones.\n",
+        "Times in ms or s. wait: of all fences before load-backs, before write-backs; vain: avoidable if page-exact.\n",
         highlight=False,
     )
     for cells in settings:

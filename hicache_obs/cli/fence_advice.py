@@ -179,7 +179,7 @@ def table(cells: Sequence[Cell], *, storage: bool) -> Table:
         made.add_row(
             cell.barrier,
             cell.fence,
-            *(f"{time_ns / 1e6:,.0f}" for time_ns in times_ns),
+            *map(_short, times_ns),
             _alarm(cell.tally.verdicts[Verdict.VIOLATION]),
             f"{cell.tally.verdicts[Verdict.LATENT]:,}",
         )
@@ -196,6 +196,11 @@ def remarks(cell: Cell) -> Iterator[str]:
     for verdict in (Verdict.UNKNOWN, Verdict.CONTRADICTION):
         if cell.tally.verdicts[verdict]:
             yield f"{where}: {cell.tally.verdicts[verdict]:,} pairs are {verdict.value}."
+
+
+def _short(time_ns: int) -> str:
+    """Milliseconds, or seconds with their unit: a longer number would be broken in two in 80 columns."""
+    return f"{time_ns / 1e6:,.0f}" if time_ns < 99_999.5e6 else f"{time_ns / 1e9:,.0f}s"
 
 
 def _ms(time_ns: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -244,3 +245,15 @@ def test_every_folder_of_a_demo_is_priced(capsys, journals):
     document = bench(capsys, "--journal", str(journals), code=1)
     assert [Path(each["file"].split(",")[0]).name for each in document["journals"]] == ["none", "page", "stream"]
     assert [each["outcome"] for each in document["journals"]] == ["findings", "clean", "clean"]
+
+
+def test_long_waits_are_in_seconds_and_on_one_line(capsys, workload, monkeypatch):
+    """In a terminal of 80 columns, where the number of milliseconds would be broken in two."""
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ["--workload", str(workload), *SMALL, "--barrier", "read_done", "--fence", "stream"]
+    assert main(["bench-fences", *arguments, "--round-ms", "50000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+
+    (row,) = (number for number, line in enumerate(lines) if line.startswith("read_done"))
+    assert re.search(r"\d,\d{3}s ", lines[row])
+    assert not lines[row + 1].startswith("  ")
