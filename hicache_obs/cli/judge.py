@@ -207,10 +207,10 @@ def check_copies(profile: Profile, progress: Progress = lambda stage, done, tota
         writer = ProfileWriter(profile, dict.fromkeys(touched, ((), ALL_LAYERS)), process)
         proofs = PairProofs(wanted)
         records = writer.trace.records
-        for begin in range(0, len(records), STEP):
-            with naming(writer.trace.source):
+        with naming(writer.trace.source):
+            for begin in range(0, len(records), STEP):
                 proofs.feed(records[begin : begin + STEP])
-            progress(f"process {process}", min(begin + STEP, len(records)), len(records))
+                progress(f"process {process}", min(begin + STEP, len(records)), len(records))
         checked += len(proofs.proofs) + without
         for pair in proofs.proofs:
             if pair.proof is Proof.POLLED:
