@@ -84,8 +84,12 @@ def test_shared_memory_makes_races_unknown(tmp_path: Path, capsys: pytest.Captur
     assert found(WRITE, fence, LOAD, shared=shared) == []
 
     path = tmp_path / "shared.json"
-    for sharing, code, outcome in [(shared, 3, "unknown"), ({}, 0, "clean"), ({"pools": ["other"]}, 0, "clean")]:
-        steps = [{"id": f"s{number}", **step} for number, step in enumerate((WRITE, fence, LOAD), 1)]
+    pages, buffers = (WRITE, LOAD), (kernel(writes_buf=["x"]), kernel("b", writes_buf=["x"]))
+    for (first, second), sharing, code, outcome in [
+        (pages, shared, 3, "unknown"), (pages, {}, 0, "clean"), (pages, {"pools": ["other"]}, 0, "clean"),
+        (buffers, {"buffers": ["x"]}, 3, "unknown"), (buffers, {"buffers": ["y"]}, 0, "clean"),
+    ]:  # fmt: skip
+        steps = [{"id": f"s{number}", **step} for number, step in enumerate((first, fence, second), 1)]
         path.write_text(json.dumps({"steps": steps, "shared": sharing}))
         assert main(["check", "--json", str(path)]) == code
         report = json.loads(capsys.readouterr().out)
