@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import dropwhile, repeat, takewhile
 from typing import Final
 
 import numpy as np
@@ -363,7 +363,9 @@ class Shadow:
         return latest
 
     def _kept_between(self, earlier: Group, group: Group) -> Iterator[Group]:
-        return (other for other in self._kept if earlier.number < other.number < group.number)
+        """Newest first: the pair is nearly always of groups that were opened lately, of many that are kept."""
+        later = takewhile(lambda other: other.number > earlier.number, reversed(self._kept))
+        return dropwhile(lambda other: other.number >= group.number, later)
 
     def call(self, seq: int) -> int:
         """An allocator is called at ``seq``; returns the call's number for page tables."""
