@@ -257,6 +257,8 @@ _MAKERS: Final = {
 }
 
 
+_SPACES: Final = {space.value: space for space in Space}
+_MODES: Final = {mode.value: mode for mode in Mode}
 _WITH_ROWS: Final = frozenset((KIND_NAMES[Kernel], KIND_NAMES[RowsDiscarded]))
 
 
@@ -272,14 +274,16 @@ def _read_accesses(column: Any) -> list[_Cells]:
     lengths = pages.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     rows = np.repeat([space == ROWS_CELL for space in spaces], lengths)  # these runs count other things than pages too
     _check_runs(starts, counts, rows.astype(bool))
-    ends = np.cumsum(lengths).tolist()
+    ids, ends = _expand(starts, counts, lengths)
     arrays: list[PageIds] = []
     found: list[Access | _RowCell] = []
     for number, space in enumerate(spaces):
         same = same_as[number]
         if same is None:
-            begin = ends[number - 1] if number else 0
-            arrays.append(_expand(starts[begin : ends[number]], counts[begin : ends[number]]))
+            # A copy: a view would keep the ids of the whole batch as long as one of its accesses.
+            own = ids[ends[number - 1] if number else 0 : ends[number]].copy()
+            own.flags.writeable = False
+            arrays.append(own)
         elif 0 <= same < number:
             arrays.append(arrays[same])
             if space != ROWS_CELL:  # whose first owner may be a row cell, which holds any number
@@ -290,9 +294,12 @@ def _read_accesses(column: Any) -> list[_Cells]:
             found.append(_RowCell(arrays[number]))
             continue
         try:
-            found.append(Access(Space(space), Mode(modes[number]), arrays[number], pools[number] or 0))
-        except ValueError as error:
-            raise _Damaged(f"access {number}: {error}") from None
+            found.append(Access(_SPACES[space], _MODES[modes[number]], arrays[number], pools[number] or 0))
+        except KeyError:
+            raise _Damaged(
+                f"access {number}: space {space}, mode {modes[number]}; "
+                f"known are spaces {min(_SPACES)} to {max(_SPACES)}, modes {min(_MODES)} to {max(_MODES)}"
+            ) from None
     upto = np.cumsum(column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)).tolist()
     return [tuple(found[begin:end]) for begin, end in zip([0, *upto[:-1]], upto, strict=True)]
 
@@ -318,13 +325,10 @@ def _check_pages(first: PageIds, last: PageIds) -> None:
         raise _Damaged(f"page or buffer ids {low} to {high}; allowed are 0 to {MAX_IDS - 1}")
 
 
-def _expand(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> PageIds:
-    total = int(counts.sum())
-    ids: PageIds
-    if len(counts) == 1:
-        ids = starts[0] + np.arange(total, dtype=np.int64)
-    else:
-        before = np.cumsum(counts) - counts
-        ids = np.repeat(starts - before, counts) + np.arange(total, dtype=np.int64)
-    ids.flags.writeable = False
-    return ids
+def _expand(
+    starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> tuple[PageIds, list[int]]:
+    """The ids of all runs of a batch, and where those of each access end. ``lengths``: how many runs each has."""
+    before = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+    ids = np.repeat(starts - before[:-1], counts) + np.arange(before[-1], dtype=np.int64)
+    return ids, before[np.cumsum(lengths)].tolist()

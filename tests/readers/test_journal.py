@@ -350,7 +350,11 @@ def replaced(batch, column, values):
         ("kind", "page_alloc", "record 0 (page_alloc): no owner"),
         ("kind", "graph_node", "record 0 (graph_node): no index"),
         ("kind", "io_begin", "record 0 (io_begin): no io"),
-        ("accesses", [{"space": 9, "mode": 0, "pool": 0, "pages": [], "same_as": None}], "access 0: 9 is not a valid"),
+        (
+            "accesses",
+            [{"space": 9, "mode": 0, "pool": 0, "pages": [], "same_as": None}],
+            "access 0: space 9, mode 0; known are spaces 0 to",
+        ),
         ("accesses", [ROW_CELL], "record 0 (event_record): a row cell where only accesses belong"),
         (
             "accesses",
