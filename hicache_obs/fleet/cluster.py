@@ -41,6 +41,21 @@ _LOCAL: Final = {
     "distributed.worker.http.routes": [],
     "distributed.worker.preload": ["hicache_obs.fleet.local_worker"],
 }
+_LOGGERS: Final = {"distributed", "tornado", "asyncio"}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What Dask, and the loops it runs on, log in tracebacks, our errors say in one line. Process-wide meanwhile."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.split(".")[0] in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -54,7 +69,7 @@ def local_workers(count: int, memory_bytes: int = MEMORY_BYTES) -> Iterator[Dask
     import dask
     import distributed
 
-    with dask.config.set(_LOCAL), contextlib.ExitStack() as stack:
+    with dask.config.set(_LOCAL), _quiet(), contextlib.ExitStack() as stack:
         spilled = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-obs-fleet-"))
         try:
             cluster = stack.enter_context(
@@ -91,20 +106,23 @@ def remote_workers(address: str, timeout_s: float = CONNECT_S) -> Iterator[DaskE
 
     if not _ADDRESS.fullmatch(address):  # Dask's client would raise later, and once more when it is collected
         raise ConfigError(f"--scheduler {address}: no address; {_EXPECTED}")
-    reason = ""
-    try:
-        client = distributed.Client(address, timeout=timeout_s, set_as_default=False)
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError, *_TIMEOUT) as error:
-        reason = one_line(error)
-    if reason:
-        gc.collect()  # the client closes itself then; while another one starts, it would wait for that for ever
-        raise ConfigError(f"--scheduler {address}: cannot be reached ({reason}); {_EXPECTED}")
-    with client:
+    with _quiet():
+        reason = ""
         try:
-            client.wait_for_workers(1, timeout=timeout_s)
-        except _TIMEOUT:
-            raise ConfigError(f"--scheduler {address}: has no worker, {timeout_s:.0f} s after it was asked") from None
-        yield DaskExecutor(client, f"--scheduler {address}")
+            client = distributed.Client(address, timeout=timeout_s, set_as_default=False)
+        except (OSError, ValueError, TypeError, ImportError, RuntimeError, *_TIMEOUT) as error:
+            reason = one_line(error)
+        if reason:
+            gc.collect()  # the client closes itself then; while another one starts, it would wait for that for ever
+            raise ConfigError(f"--scheduler {address}: cannot be reached ({reason}); {_EXPECTED}")
+        with client:
+            try:
+                client.wait_for_workers(1, timeout=timeout_s)
+            except _TIMEOUT:
+                raise ConfigError(
+                    f"--scheduler {address}: has no worker, {timeout_s:.0f} s after it was asked"
+                ) from None
+            yield DaskExecutor(client, f"--scheduler {address}")
 
 
 class DaskExecutor:

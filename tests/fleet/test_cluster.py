@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from hicache_obs.cli import main
+from hicache_obs.errors import ConfigError
 from hicache_obs.exporters.accepted import Accepted
 from hicache_obs.findings import ExitCode
 from hicache_obs.fleet.places import RankPlace, find_ranks
@@ -181,6 +183,36 @@ def test_a_scheduler_that_is_not_there_is_one_error(
     assert captured.err.startswith(f"hicache-obs: --scheduler {where}: cannot be reached (")
     # One that is left would close itself whenever it is collected, and hang where another one is just starting.
     assert [c for c in gc.get_objects() if type(c).__name__ == "Client" and where in repr(vars(c))] == []
+
+
+def test_what_dask_logs_is_not_shown_beside_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it lost to a program that uses this one and has asked for it before."""
+    import distributed
+
+    from hicache_obs.fleet.cluster import remote_workers
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    logger = logging.getLogger("distributed.client")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+
+    def no_client(*_: object, **__: object) -> None:
+        logger.error("a traceback of a hundred lines")
+        raise OSError("no route")
+
+    monkeypatch.setattr(distributed, "Client", no_client)
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be reached \(no route\)"), remote_workers("tcp://127.0.0.1:1"):
+            pass
+        assert logged == []
+        logger.error("afterwards")
+        assert logged == ["afterwards"]
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("address", ["dask", "tcp://dask", "dask:port", ""])
