@@ -224,7 +224,7 @@ def test_the_demo_without_fences(browse: Browse, tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 def test_many_operations(browse: Browse, engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The page stays quick: it draws some thousand bars, whatever is in view."""
-    operations = int(os.environ.get("HICACHE_OBS_REPORT_OPERATIONS", "200000"))
+    operations = int(os.environ.get("HICACHE_OBS_REPORT_OPERATIONS", "64000"))
     recorded, path = engine(operations // 8, races=1000)
     began = time.process_time()
     html = made(path)
