@@ -195,8 +195,10 @@ def _races(report: Report) -> list[dict[str, Any]]:
         race["tainted"] = _tainted(trace, report.analyzer.blast_radius((finding.earlier.op, finding.later.op)))
         known = races.setdefault(tuple(race["between"]), race)
         if known is not race:
-            for key in (*_RESOURCES.values(), "layers"):
-                known[key] = sorted({*known[key], *race[key]})
+            for key in _RESOURCES.values():
+                known[key] = sorted({*known[key], *race[key]}, key=_place)
+            every = not (known["layers"] and race["layers"])
+            known["layers"] = [] if every else sorted({*known["layers"], *race["layers"]})
     return list(races.values())
 
 
@@ -205,6 +207,8 @@ def _race(report: Report, finding: Finding) -> dict[str, Any]:
     resources: dict[str, list[Any]] = {name: [] for name in _RESOURCES.values()}
     for shared in (Shared(finding.space, finding.pool, finding.pages), *finding.also):
         resources[_RESOURCES[shared.space]] += [_resource(trace, shared, page) for page in shared.pages]
+    for named in resources.values():
+        named.sort(key=_place)
     low, high = finding.layers
     return {
         "fingerprint": finding.fingerprint,
@@ -272,6 +276,14 @@ def _resource(trace: Trace, shared: Shared, page: int) -> str | int:
         return trace.names.buffers.get(page, str(page))
     pools = trace.names.host_pools if shared.space == "host" else trace.names.pools
     return f"{pools.get(shared.pool, str(shared.pool))}:{page}" if shared.pool else page
+
+
+def _place(resource: str | int) -> tuple[str, int, str]:
+    """Pages of the first pool come first, then those of other pools, by number; buffers by name."""
+    if isinstance(resource, int):
+        return "", resource, ""
+    pool, _, page = resource.rpartition(":")
+    return (pool, len(page), page) if pool else (resource, 0, "")
 
 
 def _step(trace: Trace, op: OpId) -> str | int:

@@ -1,9 +1,9 @@
 """Reads a scenario: a small program trace as JSON (``tests/cases/README.md`` has the vocabulary).
 
-Each step becomes one record, and each entry of a graph replay one more. Operation ids count them from 1, so that step
-``sN`` of a file without such entries is operation N; ``Trace.labels`` has the step ids. ``expect`` is never read. A
-scenario states no device times, so no ``Times`` record comes out of it; stated durations are in ``Trace.planned_ns``,
-for simulations. ``scenario_format`` has the keys.
+Each step becomes one record; each entry of a graph replay one more, and so does each further pool of an allocator's
+call. Operation ids count them from 1, so that step ``sN`` of a file without such steps is operation N; ``Trace.labels``
+has the step ids. ``expect`` is never read. A scenario states no device times, so no ``Times`` record comes out of it;
+stated durations are in ``Trace.planned_ns``, for simulations. ``scenario_format`` has the keys.
 """
 
 from __future__ import annotations
@@ -202,6 +202,8 @@ class _Program:
         self._append(_MAKERS[step.op](self, op, step), step, step.dur_us)
         if isinstance(step, GraphReplayStep) and step.nodes is not None:
             self._append_nodes(step, step.nodes)
+        elif isinstance(step, PagesStep):
+            self._append_pools(step)
         self._host_ns += round(step.host_us * _NS_PER_US)
 
     def _next_op(self) -> OpId:
@@ -360,22 +362,25 @@ class _Program:
         return HostAccess(*self._base(op, step), site, self._layers_of(step), accesses)
 
     def alloc(self, op: OpId, step: PagesStep) -> PageAlloc:
-        return PageAlloc(*self._base(op, step), self._id(DefineSpace.REQUEST, step.owner), self._owned(step))
+        return PageAlloc(*self._base(op, step), self._id(DefineSpace.REQUEST, step.owner), self._owned(step)[0])
 
     def free(self, op: OpId, step: PagesStep) -> PageFree:
-        return PageFree(*self._base(op, step), self._id(DefineSpace.REQUEST, step.owner), self._owned(step))
+        return PageFree(*self._base(op, step), self._id(DefineSpace.REQUEST, step.owner), self._owned(step)[0])
 
-    def _owned(self, step: PagesStep) -> Access:
-        if step.pool == "host":
-            numbers = [page for page in step.pages if isinstance(page, int)]
-            if len(numbers) < len(step.pages):
-                raise BadStep("pages of pool 'host' must be numbers")
-            found = self._host(Mode.WRITE, numbers)
-        else:
-            found = self._device(Mode.WRITE, step.pages)
-        if len(found) != 1:
-            raise BadStep(f"pages of {len(found)} pools; one step takes pages of exactly one")
-        return found[0]
+    def _append_pools(self, step: PagesStep) -> None:
+        """The records of an allocator's call for all its pools but the first."""
+        kind = PageAlloc if step.op == "alloc" else PageFree
+        owner = self._id(DefineSpace.REQUEST, step.owner)
+        for access in self._owned(step)[1:]:
+            self._append(kind(*self._base(self._next_op(), step), owner, access), step, step.dur_us)
+
+    def _owned(self, step: PagesStep) -> list[Access]:
+        """An access for each pool; one without pages for a call that got none."""
+        numbers = [page for page in step.pages if isinstance(page, int)]
+        if step.pool == "host" and len(numbers) < len(step.pages):
+            raise BadStep("pages of pool 'host' must be numbers")
+        found = self._host(Mode.WRITE, numbers) if step.pool == "host" else self._device(Mode.WRITE, step.pages)
+        return found or [Access(Space[step.pool.upper()], Mode.WRITE, page_ids(()))]
 
     def relocate(self, op: OpId, step: RelocateStep) -> Relocate:
         accesses = (
@@ -396,7 +401,7 @@ class _Program:
     def _append_nodes(self, step: GraphReplayStep, entries: Sequence[GraphEntry]) -> None:
         """The records of a graph's entries. Those that state no duration share what is left of the step's."""
         unstated = sum(entry.dur_us is None and entry.event_record is None for entry in entries)
-        left_us = step.dur_us - sum(entry.dur_us or 0 for entry in entries)
+        left_us = step.dur_us - sum(entry.dur_us or 0 for entry in entries if entry.event_record is None)
         share_us = max(0, left_us) / max(1, unstated)
         for index, entry in enumerate(entries):
             try:
@@ -410,8 +415,8 @@ class _Program:
         accesses, layers = self._work(entry), self._layers_of(entry)
         event = None
         if entry.event_record is not None:
-            if accesses or entry.layer is not None or entry.dur_us is not None:
-                raise BadStep("an entry with 'event_record' may have 'after' and 'name' beside it, nothing else")
+            if accesses:
+                raise BadStep("an entry with 'event_record' touches nothing; it may have an 'after' beside it")
             event = self._event(entry.event_record)
         after = IN_ORDER
         if entry.after is not None:
