@@ -109,6 +109,7 @@ class Trace:
         names: The names they define.
         labels: Names of single operations in the source, such as the step ids of a scenario.
         planned_ns: Durations a scenario states. They were never measured; only a simulation may use them.
+        planned_end_ns: Host clock at the end of its last call, likewise; ``None`` if it is not stated.
         notes: What a reader had to leave out, in words for the user. Empty when the source is whole.
     """
 
@@ -117,6 +118,7 @@ class Trace:
     names: Names
     labels: Mapping[OpId, str] = field(default_factory=dict)
     planned_ns: Mapping[OpId, int] = field(default_factory=dict)
+    planned_end_ns: int | None = None
     notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[AnyRecord]:
@@ -136,6 +138,7 @@ def make_trace(
     *,
     labels: Mapping[OpId, str] | None = None,
     planned_ns: Mapping[OpId, int] | None = None,
+    planned_end_ns: int | None = None,
     notes: tuple[str, ...] = (),
 ) -> Trace:
     """A ``Trace`` of ``records``, with the names they define."""
@@ -143,4 +146,4 @@ def make_trace(
     for record in records:
         if isinstance(record, Define):
             names.learn(record)
-    return Trace(source, records, names, labels or {}, planned_ns or {}, notes)
+    return Trace(source, records, names, labels or {}, planned_ns or {}, planned_end_ns, notes)

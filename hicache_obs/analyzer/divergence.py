@@ -47,16 +47,24 @@ class Divergence:
         place: In the sequence, from 1.
         at: The entry that a peer never makes, if there is one; else that of the lowest rank.
         entered: What each rank enters there that comes so far, by rank.
+        ended: Ranks of whole programs that enter nothing more, ascending.
     """
 
     group: str
     place: int
     at: Entered
     entered: tuple[Entered, ...]
+    ended: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that disagree, ascending."""
+        return tuple(sorted((*(entry.rank for entry in self.entered), *self.ended)))
 
     def __str__(self) -> str:
-        each = ", ".join(f"rank {entry.rank} enters '{entry.name}'" for entry in self.entered)
-        return f"group '{self.group}', collective {self.place}: {each}"
+        each = [f"rank {entry.rank} enters '{entry.name}'" for entry in self.entered]
+        each += [f"rank {rank} enters nothing more" for rank in self.ended]
+        return f"group '{self.group}', collective {self.place}: {', '.join(each)}"
 
 
 class CollectiveOrder:
@@ -101,19 +109,25 @@ class CollectiveOrder:
         """Places of all groups to which at least two ranks have come."""
         return sum(sorted(map(len, ranks.values()))[-2] for ranks in self._groups.values() if len(ranks) > 1)
 
-    def divergences(self) -> list[Divergence]:
-        """At most one per group: what ranks enter later says nothing."""
-        found = (_first(group, ranks) for group, ranks in self._groups.items())
+    def divergences(self, *, whole: bool = False) -> list[Divergence]:
+        """At most one per group: what ranks enter later says nothing.
+
+        Args:
+            whole: The records are all of each rank's program: one that enters fewer collectives than its peers has
+                left the rest out. Otherwise it has not come so far.
+        """
+        found = (_first(group, ranks, whole=whole and not self.cut) for group, ranks in self._groups.items())
         return [divergence for divergence in found if divergence is not None]
 
 
-def _first(group: str, ranks: Mapping[int, Sequence[Entered]]) -> Divergence | None:
+def _first(group: str, ranks: Mapping[int, Sequence[Entered]], *, whole: bool) -> Divergence | None:
     for place in range(max(map(len, ranks.values()))):
         here = [entered[place] for _, entered in sorted(ranks.items()) if place < len(entered)]
-        if len({entry.name for entry in here}) == 1:
+        ended = tuple(rank for rank, entered in sorted(ranks.items()) if place >= len(entered)) if whole else ()
+        if len({entry.name for entry in here}) == 1 and not ended:
             continue
         known = [{entry.name for entry in entered} for entered in ranks.values()]
         # A peer left it out, rather than coming to it later. Not by place in a file: between ranks that is no order.
         left_out = (entry for entry in here if any(entry.name not in names for names in known))
-        return Divergence(group, place + 1, next(left_out, here[0]), tuple(here))
+        return Divergence(group, place + 1, next(left_out, here[0]), tuple(here), ended)
     return None

@@ -219,7 +219,7 @@ def steps_of(trace: Trace) -> list[Step]:
     """The steps of a trace; a call lasts until the next one in the file, as scenario readers count host time."""
     records = [record for record in trace if not isinstance(record, Define | Times | Lost)]
     steps: list[Step] = []
-    following: int | None = None
+    following = trace.planned_end_ns
     for record in reversed(records):
         duration = trace.planned_ns.get(record.op, DEFAULT_DURATION_NS)
         if isinstance(record, GraphNode):

@@ -199,7 +199,7 @@ def _obstacle(trace: Trace) -> str:
 
 
 def _divergences(trace: Trace) -> list[Stall]:
-    """Per group, the first place where its ranks enter different collectives."""
+    """Per group, the first place where its ranks enter different collectives; a scenario is a whole program."""
     order = CollectiveOrder()
     order.feed(trace, Names())
     return [
@@ -209,9 +209,9 @@ def _divergences(trace: Trace) -> list[Stall]:
             divergence.at.op,
             f"thread:{trace.names.thread(divergence.at.thread)}",
             None,
-            ranks=tuple(sorted(entry.rank for entry in divergence.entered)),
+            ranks=divergence.ranks,
         )
-        for divergence in order.divergences()
+        for divergence in order.divergences(whole=bool(trace.planned_ns))
     ]
 
 

@@ -148,7 +148,11 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
         except BadStep as error:
             raise TraceError(f"{source}: step {step_id}: {error}") from None
     return make_trace(
-        source, [*program.defines, *program.records], labels=program.labels, planned_ns=program.planned_ns
+        source,
+        [*program.defines, *program.records],
+        labels=program.labels,
+        planned_ns=program.planned_ns,
+        planned_end_ns=program.host_ns,
     )
 
 
@@ -164,7 +168,7 @@ class _Program:
         self._ids: dict[DefineSpace, dict[str, int]] = {}
         self._seen: dict[str, int] = {}
         """Position of each step, by its id."""
-        self._host_ns = 0
+        self.host_ns = 0
         self._posts: Counter[str] = Counter()
         """Posts without a receive yet, by channel."""
         self._transfers: dict[str, str | None] = {}
@@ -204,7 +208,7 @@ class _Program:
             self._append_nodes(step, step.nodes)
         elif isinstance(step, PagesStep):
             self._append_pools(step)
-        self._host_ns += round(step.host_us * _NS_PER_US)
+        self.host_ns += round(step.host_us * _NS_PER_US)
 
     def _next_op(self) -> OpId:
         return OpId(len(self.records) + 1)
@@ -223,7 +227,7 @@ class _Program:
         return number
 
     def _base(self, op: OpId, step: Step) -> tuple[OpId, ThreadId, int]:
-        return op, ThreadId(self._id(DefineSpace.THREAD, step.thread)), self._host_ns
+        return op, ThreadId(self._id(DefineSpace.THREAD, step.thread)), self.host_ns
 
     def _stream(self, name: str) -> StreamId:
         return StreamId(self._id(DefineSpace.STREAM, name))
