@@ -15,12 +15,13 @@ Not reported: ``event_reuse`` (no rule that could not be wrong), and calls that 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from hicache_obs.analyzer.check import Analyzer
 from hicache_obs.analyzer.divergence import CollectiveOrder
+from hicache_obs.analyzer.pipelines import Pipeline, find_pipelines
 from hicache_obs.analyzer.plan import (
     BLOCKING,
     DEFAULT_HOST_NS,
@@ -28,6 +29,7 @@ from hicache_obs.analyzer.plan import (
     DeviceRecord,
     Edits,
     PlannedWait,
+    Span,
     Step,
     WaitRecord,
     plan_steps,
@@ -36,7 +38,6 @@ from hicache_obs.analyzer.plan import (
 from hicache_obs.costs import FenceCost, TransferCost
 from hicache_obs.findings import Finding, Hazard
 from hicache_obs.records import (
-    ALL_LAYERS,
     NO_OP,
     AnyRecord,
     Define,
@@ -46,14 +47,8 @@ from hicache_obs.records import (
     EventSync,
     EventWait,
     GraphNode,
-    GraphReplay,
-    Kernel,
     Lost,
-    Memcpy,
-    Mode,
     OpId,
-    Relocate,
-    Space,
     StreamId,
     ThreadId,
     ThreadPost,
@@ -429,34 +424,38 @@ class _Search:
     # -- copies ----------------------------------------------------------------------------------------------
 
     def serial_copies(self) -> list[Stall]:
-        """Layer copies that all end before their first consumer starts, for no reason but host call time."""
-        found = (self._serial(copies) for copies in _layer_copies(step.record for step in self._steps))
-        return [stall for stall in found if stall is not None]
+        """Copies that all end before their first consumer starts, for no reason but host call time."""
+        found: dict[OpId, Stall] = {}
+        for pipeline in find_pipelines(step.record for step in self._steps):
+            stall = self._serial(pipeline)
+            if stall is None:
+                continue
+            known = found.setdefault(stall.at, stall)
+            if known is not stall:  # one consumer waits for several: pages that are copied each for itself
+                blocked = max(known.blocked_ns or 0, stall.blocked_ns or 0)
+                copies = tuple(sorted({*known.copies, *stall.copies}))
+                found[stall.at] = replace(known, blocked_ns=blocked, copies=copies)
+        return list(found.values())
 
-    def _serial(self, copies: list[Memcpy]) -> Stall | None:
-        runs = self._plan.runs
-        consumers = [record for record in self._records.values() if _consumes(record, copies)]
+    def _serial(self, pipeline: Pipeline) -> Stall | None:
+        runs, copies = self._plan.runs, pipeline.copies
+        consumers = [record for record in self._records.values() if pipeline.consumed_by(record)]
         if not consumers:
             return None
         first = min(consumers, key=lambda record: (runs[record.op].start_ns, record.op))
-        assert isinstance(first, Kernel | GraphReplay | Memcpy | Relocate)
+        assert isinstance(first, DeviceRecord)
         run, last = runs[first.op], copies[-1]
         blocked = run.start_ns - runs[copies[0].op].start_ns
         if run.start_ns >= NEVER or blocked < MIN_NS or any(runs[copy.op].end_ns > run.start_ns for copy in copies):
             return None
-        if run.start_ns > self._plan.calls[first.op].end_ns:
-            return None  # something on the device holds it up
         before = self._plan.ordered_before(first.op)
         if last.op in before or not any(copy.op in before for copy in copies):
             return None  # it waits for all copies, or for none: no pipeline
-        quick = {copy.op for copy in copies}
-        steps = [
-            replace(step, host_ns=min(step.host_ns, DEFAULT_HOST_NS)) if step.record.op in quick else step
-            for step in self._steps
-        ]
-        other = plan_steps(steps, self._kinds).runs
-        if other[first.op].start_ns >= other[last.op].end_ns or run.start_ns - other[first.op].start_ns < MIN_NS:
-            return None
+        other = self._quick(copies[0].op, max(first.op, last.op))
+        sooner = run.start_ns - other[first.op].start_ns
+        overlaps = other[first.op].start_ns < other[last.op].end_ns
+        if sooner < MIN_NS or not (overlaps or 2 * sooner > blocked):
+            return None  # the device, or the host's own work, hides the copies
         return Stall(
             StallClass.NO_OVERLAP,
             StallCause.SERIAL_ENQUEUE,
@@ -466,48 +465,17 @@ class _Search:
             copies=tuple(copy.op for copy in copies),
         )
 
+    def _quick(self, begin: OpId, end: OpId) -> Mapping[OpId, Span]:
+        """When all would have run if no call from ``begin`` to ``end`` took longer than calls do."""
+        steps = [
+            replace(step, host_ns=min(step.host_ns, DEFAULT_HOST_NS)) if begin <= step.record.op <= end else step
+            for step in self._steps
+        ]
+        return plan_steps(steps, self._kinds).runs
+
 
 def _without(steps: Sequence[Step], record: WaitRecord) -> list[Step]:
     return [step for step in steps if step.record is not record]
-
-
-def _pages(record: DeviceRecord, mode: Mode | None) -> frozenset[tuple[int, int]]:
-    """Device pages that ``record`` touches."""
-    return frozenset(
-        (access.pool, page)
-        for access in record.accesses
-        if access.space is Space.DEVICE and mode in (None, access.mode)
-        for page in access.ids.tolist()
-    )
-
-
-def _layer_copies(records: Iterable[AnyRecord]) -> list[list[Memcpy]]:
-    """Runs of two or more copies on one stream to the same device pages, layer after layer."""
-    found: list[list[Memcpy]] = []
-    newest: dict[tuple[StreamId, frozenset[tuple[int, int]]], list[Memcpy]] = {}
-    for record in records:
-        if not isinstance(record, Memcpy) or record.layers == ALL_LAYERS:
-            continue
-        pages = _pages(record, Mode.WRITE)
-        if not pages:
-            continue
-        run = newest.get((record.stream, pages))
-        if run is not None and run[-1].layers[1] <= record.layers[0]:
-            run.append(record)
-            continue
-        newest[record.stream, pages] = run = [record]
-        found.append(run)
-    return [run for run in found if len(run) > 1]
-
-
-def _consumes(record: AnyRecord, copies: list[Memcpy]) -> bool:
-    """Whether ``record`` was issued after the first copy and touches, elsewhere, what a copy brings."""
-    if not isinstance(record, DeviceRecord) or record.stream == copies[0].stream or record.op < copies[0].op:
-        return False
-    low, high = copies[0].layers[0], copies[-1].layers[1]
-    if record.layers[0] >= high or record.layers[1] <= low:
-        return False
-    return not _pages(record, None).isdisjoint(_pages(copies[0], Mode.WRITE))
 
 
 class _PairSink:

@@ -109,6 +109,13 @@ def test_every_call_has_its_span() -> None:
     assert sorted(planned.runs) == [0]
 
 
+def test_the_last_call_takes_its_host_time_too() -> None:
+    assert runs_us([kernel("a", 5), kernel("b", 5, host_us=700)])["s2"] == (702, 707)
+    trace = trace_of([kernel("a", 5, host_us=700)])
+    untold = make_trace("t", list(trace), planned_ns=trace.planned_ns)
+    assert [span.start_ns for span in plan(untold).runs.values()] == [2000]
+
+
 def test_a_stream_waits_for_the_record_that_was_current() -> None:
     steps = [kernel("a", 100), record("e", "a"), kernel("a", 70), wait("e", "b"), kernel("b", 5)]
 
@@ -348,6 +355,81 @@ def test_copies_that_host_call_time_keeps_from_overlapping() -> None:
     assert stalls(layered(host_us=2400, waits=False), layers=3) == []  # it waits for all: no pipeline
 
 
+def slowed(steps: list[Step], *slow: int, host_us: float = 2400) -> list[Step]:
+    """``steps``, some of whose calls take long."""
+    return [{**step, "host_us": host_us} if number in slow else step for number, step in enumerate(steps, 1)]
+
+
+@pytest.mark.parametrize("slow", [(1, 3, 5), (2, 4, 6), (7,), (8,), (9,)])
+def test_it_does_not_matter_which_call_takes_so_long(slow: tuple[int, ...]) -> None:
+    """A copy's, an event's, that of the host's own work, the wait's or the consumer's own: only not one behind it."""
+    steps = layered(host_us=2)
+
+    [stall] = stalls(slowed(steps, *slow), layers=3)
+    assert (stall["class"], stall["at"], stall["copies"]) == ("no_overlap", "s9", ["s1", "s3", "s5"])
+    assert stalls(slowed(steps, 10), layers=3) == []
+
+
+def test_what_hides_the_copies_anyway() -> None:
+    """The CPU's own work or an earlier kernel, unless call time delays the consumer by more than half of all."""
+    for place, hides in ((6, {"op": "host_access", "dur_us": 5000}), (0, kernel("f", 9000))):
+        steps = layered(host_us=60)
+        steps.insert(place, hides)
+        assert stalls(steps, layers=3) == []
+    steps = layered(host_us=2400)
+    assert [stall["at"] for stall in stalls([*steps[:6], kernel("f", 100), *steps[6:]], layers=3)] == ["s10"]
+    steps = layered(host_us=2400, dur_us=50)
+    assert [stall["at"] for stall in stalls(steps, layers=3)] == ["s9"]
+
+
+def test_copies_of_whole_pages_one_after_another() -> None:
+    """Each consumer waits for its own page; not so if the first waits for all, or if each page has its turn."""
+    copies = [step for page in (30, 31) for step in (load(300, device_pages=[page]), record(f"e{page}", "load"))]
+    work = {"op": "host_access", "dur_us": 400}
+    parts = [[wait(f"e{page}", "f"), kernel("f", 350, reads=[page])] for page in (30, 31)]
+
+    [stall] = stalls([*slowed(copies, 1, 3), work, *parts[0], *parts[1]])
+    assert (stall["class"], stall["at"], stall["copies"]) == ("no_overlap", "s7", ["s1", "s3"])
+    assert stalls([*copies, work, *parts[0], *parts[1]]) == []
+    assert stalls([*slowed(copies, 1, 3), work, wait("e31", "f"), *parts[0], *parts[1]]) == []
+    assert stalls([*slowed(copies[:2], 1), work, *parts[0], *slowed(copies[2:], 1), work, *parts[1]]) == []
+    again = [load(300, device_pages=[30]), record("e31", "load")]  # the same page, in its second use
+    assert stalls([*slowed([*copies[:2], *again], 1, 3), work, *parts[0], *parts[1]]) == []
+
+
+def test_a_page_that_is_copied_for_itself_in_every_layer() -> None:
+    """The first consumer waits for two copies of each layer: one stall, with all copies."""
+    steps = []
+    for layer in range(3):
+        steps += [load(150, layer, device_pages=[page], host_us=1200) for page in (30, 31)]
+        steps += [record(f"e{layer}", "load")]
+    steps.append({"op": "host_access", "dur_us": 400})
+    for layer in range(3):
+        steps += [wait(f"e{layer}", "f"), kernel("f", 350, reads=[31, 30], layer=layer)]
+
+    [stall] = stalls(steps, layers=3)
+    assert (stall["at"], stall["copies"]) == ("s12", ["s1", "s2", "s4", "s5", "s7", "s8"])
+    assert stall["blocked_us"] == 6 * 1200 + 3 * 2 + 402 + 4 - 1200
+
+
+@pytest.mark.parametrize(
+    ("keys", "count"),
+    [
+        ({"reads_host": [2], "writes": [30]}, 1),
+        ({"reads_host": [2], "writes": [30], "reads_buf": ["indices"], "writes_buf": ["done"]}, 1),
+        ({"reads_host": [2], "reads": [31], "writes": [30]}, 0),
+        ({"reads": [31], "writes": [30]}, 0),
+        ({"writes": [30]}, 0),
+    ],
+)
+def test_a_kernel_that_only_moves_pages_is_a_copy(keys: Step, count: int) -> None:
+    steps = [
+        kernel("load", step["dur_us"], layer=step["layer"], host_us=2400, **keys) if step["op"] == "memcpy" else step
+        for step in layered(host_us=2400)
+    ]
+    assert len(stalls(steps, layers=3)) == count
+
+
 def test_layers_that_no_copy_brings_are_not_kept_waiting() -> None:
     """Kernels above or below the layers of the copies use other memory, though the pages have the same numbers."""
     steps = layered(host_us=2400)
@@ -367,6 +449,21 @@ def test_ranks_that_diverge() -> None:
         assert (stall["class"], stall["at"], stall["waiter"]) == ("tp_divergence", "s3", "thread:r0")
         assert (stall["ranks"], stall["deadlock"], stall["blocked_us"]) == ([0, 1], True, None)
     assert stalls([*steps[:3], collective("b", 1)]) == []
+
+
+def test_a_rank_that_ends_while_its_peers_go_on() -> None:
+    """A scenario is a whole program, so a collective that a rank has not come to is one that it skips."""
+    steps = [collective("a", 0), collective("a", 1), collective("a", 2), collective("a", 2), collective("a", 0)]
+    for order in (steps, [*steps[:3], steps[4], steps[3]]):
+        [stall] = stalls(order)
+        assert (stall["class"], stall["at"]) == ("tp_divergence", f"s{1 + order.index(steps[4], 3)}")
+        assert (stall["ranks"], stall["deadlock"]) == ([0, 1, 2], True)
+    assert stalls([*steps, collective("a", 1)]) == []
+    assert stalls([collective("a", 0), collective("a", 0)]) == []  # the only rank of its group
+    trace = trace_of(steps)
+    lost = Lost(OpId(9), ThreadId(0), 0, 1, DropReason.RING_FULL)
+    assert find_stalls(make_trace("t", [*trace, lost], planned_ns=trace.planned_ns)).stalls == ()
+    assert find_stalls(make_trace("t", list(trace))).stalls == ()  # a recording: it may have been cut off
 
 
 def test_a_wait_behind_a_divergence_is_the_divergence() -> None:
