@@ -19,7 +19,7 @@ RECENT_WAITS: Final = 256
 _FORMER: Final = attrgetter("former")
 
 
-_Wait = tuple[Actor, StreamId, Snapshot | None, Snapshot | None, int, int]
+_Wait = tuple[Actor, StreamId | None, Snapshot | None, Snapshot | None, int, int]
 """A wait seen recently: who waits, on which stream, for what, what the event's record had replaced, its position in
 the trace, and the waiter's epoch then: a later one means the waiter has run something since."""
 
@@ -33,15 +33,22 @@ class Causes:
         self._shadow = shadow
         self._hazards = hazards
         self._waits: deque[_Wait] = deque(maxlen=RECENT_WAITS)
+        self._threads: set[Actor] = set()
+        """Host threads that have waited."""
 
-    def note_wait(self, waiter: Actor, stream: StreamId, snapshot: Snapshot | None, seq: int) -> None:
-        """``waiter`` (a stream or thread) waits for ``snapshot``, ``None`` if the event was never recorded.
+    def note_wait(self, waiter: Actor, stream: StreamId | None, snapshot: Snapshot | None, seq: int) -> None:
+        """``waiter`` waits for ``snapshot``, ``None`` if the event was never recorded.
 
         Args:
-            stream: The waiting stream; for a thread the stream that it synchronised with.
+            stream: The waiting stream; of ``note_sync`` the one that the thread synchronised with.
         """
         former = None if snapshot is None else snapshot.former
         self._waits.append((waiter, stream, snapshot, former, seq, self._order.clocks[waiter][0][waiter]))
+
+    def note_sync(self, thread: Actor, stream: StreamId | None, snapshot: Snapshot | None, seq: int) -> None:
+        """``note_wait`` of a host thread; ``stream`` is ``None`` if it waits for an event, or for all streams."""
+        self._threads.add(thread)
+        self.note_wait(thread, stream, snapshot, seq)
 
     def note_waits(self, waiter: Actor, stream: StreamId, snapshots: Sequence[Snapshot], seq: int, epoch: int) -> None:
         """``note_wait`` for each of ``snapshots``, the first at ``seq`` and ``epoch``, an operation behind each."""
@@ -62,6 +69,8 @@ class Causes:
             return Cause.NO_RECORD_STREAM, None
         if freed and earlier.label.what in TRANSFERS:
             return Cause.EARLY_FREE, None
+        if earlier.label.stream is None and earlier.label.thread != later.label.thread:
+            return Cause.THREAD_RACE, None
         return self._useless_wait(earlier, later, actor)
 
     def _unknown(self, conflict: Conflict, later: Operation) -> Cause:
@@ -80,23 +89,26 @@ class Causes:
 
         For an access in no stream the wait is its thread's own: a synchronize with a stream that ran none of it.
         """
-        before = earlier.group.actor
-        thread = self._order.thread(later.label.thread) if later.label.stream is None else None
+        before, issuer = earlier.group.actor, self._order.thread(later.label.thread)
+        thread = issuer if later.label.stream is None else None
         cause = Cause.MISSING_FENCE
         for waiter, stream, snapshot, former, seq, epoch in reversed(self._waits):
             if seq < earlier.seq:
                 break
+            mine = waiter in (actor, thread)
             if snapshot is None:
-                if waiter == actor:
+                if mine:
                     cause = Cause.EVENT_UNRECORDED
                 continue
             covers = snapshot.covers(before, earlier.epoch)
-            if not covers and waiter == actor and former is not None and former.covers(before, earlier.epoch):
+            if not covers and mine and former is not None and former.covers(before, earlier.epoch):
                 return Cause.EVENT_REUSE, None
-            idle = not covers and waiter == thread and snapshot.actor != before
+            if covers and waiter in self._threads and waiter != issuer:
+                return Cause.WRONG_THREAD, None
+            idle = stream is not None and not covers and waiter == thread and snapshot.actor != before
             unused = epoch == self._order.clock(waiter)[waiter]  # a fence that protects no work
             if idle or (covers and waiter != actor and unused):
                 return Cause.WRONG_STREAM, stream
-            if waiter == actor and not covers and snapshot.actor == before:
+            if mine and not covers and snapshot.actor == before:
                 cause = Cause.EARLY_EVENT
         return cause, None

@@ -502,6 +502,8 @@ class Analyzer:
         """The calling thread knows the event's record to be complete."""
         order = self._order
         snapshot, thread = order.current(record.event), order.thread(record.thread)
+        if not polled:
+            self._causes.note_sync(thread, None, snapshot, self._seq)
         if self._foreign.events and self._foreign.waits(record.event, self._seq):
             order.suspect(thread)
         elif snapshot is not None:
@@ -512,10 +514,11 @@ class Analyzer:
         thread = order.thread(record.thread)
         if record.stream is None:
             order.observe_all(thread)
+            self._causes.note_sync(thread, None, order.note(thread, self._seq), self._seq)
             return
         stream = order.stream(record.stream)
         order.follow(thread, stream)
-        self._causes.note_wait(thread, record.stream, order.note(stream, self._seq), self._seq)
+        self._causes.note_sync(thread, record.stream, order.note(stream, self._seq), self._seq)
 
     def _on_post(self, record: ThreadPost) -> None:
         self._channels.post(record, self._seq)

@@ -129,6 +129,10 @@ def _proof(finding: Finding) -> str:
     elif finding.cause is Cause.WRONG_STREAM:
         text += f"; a fence that covers op {edge.after} was put on '{finding.wrong_waiter}', "
         text += f"but op {edge.before} ran on '{edge.waiter}'"
+    elif finding.cause is Cause.WRONG_THREAD:
+        text += f"; another host thread did wait for op {edge.after}, but not the one that issued op {edge.before}"
+    elif finding.cause is Cause.THREAD_RACE:
+        text += f"; the thread that issued op {edge.before} was not told that op {edge.after} was over"
     elif finding.cause is Cause.EARLY_EVENT:
         text += f"; '{edge.waiter}' does wait for '{edge.on}', on an event recorded before op {edge.after} was queued"
     elif finding.cause is Cause.EVENT_REUSE:
@@ -199,6 +203,12 @@ def fix(finding: Finding) -> str:
         return f"fill the pages before op {finding.later.op}, or leave them out of it"
     if finding.verdict is Verdict.CONTRADICTION:
         return "check the stream of both operations and the clock error before trusting either"
+    if finding.cause is Cause.WRONG_THREAD:
+        return f"before op {edge.before} is issued: its thread has to wait itself, or to be told by the one that did"
+    if finding.cause is Cause.THREAD_RACE:
+        return f"before op {edge.before} is issued: its thread has to learn from '{edge.on}' that op {edge.after} is over"
+    if finding.earlier.stream is None:
+        return f"before op {edge.before} is issued: wait for the end of op {edge.after}"
     if finding.later.stream is None:
         return f"before op {edge.before}: synchronise with an event recorded on '{edge.on}' after op {edge.after}"
     if finding.cause is Cause.WRONG_STREAM:

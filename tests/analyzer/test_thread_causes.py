@@ -1,0 +1,106 @@
+"""Races of two host threads: which of them did not learn what the other one knows, in data and in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hicache_obs.analyzer import Analyzer, explain
+from hicache_obs.findings import Cause, Finding
+from hicache_obs.readers.scenario import parse_scenario
+from hicache_obs.testing import RecordingSink
+
+Step = dict[str, Any]
+
+
+def findings(steps: list[Step]) -> list[Finding]:
+    numbered = [{"id": f"s{number}", **step} for number, step in enumerate(steps, 1)]
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(parse_scenario(json.dumps({"steps": numbered}).encode(), source="test"))
+    analyzer.finish()
+    return sink.findings
+
+
+SAVE = {"op": "memcpy", "kind": "d2h", "stream": "w", "device_pages": [5], "host_pages": [1]}
+RECORD = {"op": "event_record", "event": "e", "stream": "w"}
+SYNC = {"op": "event_sync", "event": "e"}
+QUERY = {"op": "event_query", "event": "e", "result": True}
+DRAIN = {"op": "host_sync", "scope": "stream", "stream": "w"}
+ALL = {"op": "host_sync", "scope": "device"}
+PUT = {"op": "io_begin", "io": "put", "kind": "storage_write", "reads_host": [1], "thread": "t"}
+GET = {"op": "io_begin", "io": "get", "kind": "storage_read", "writes_host": [1], "thread": "t"}
+GOT = {"op": "io_end", "io": "get", "thread": "t"}
+LOAD = {"op": "memcpy", "kind": "h2d", "stream": "l", "device_pages": [6], "host_pages": [1]}
+FILL = {"op": "host_access", "writes_buf": ["b"]}
+USE = {"op": "host_access", "reads_buf": ["b"], "thread": "t"}
+OTHER = {"op": "event_record", "event": "e", "stream": "x"}
+
+
+def told(first: str, second: str) -> list[Step]:
+    return [{"op": "thread_post", "chan": "q", "thread": first}, {"op": "thread_recv", "chan": "q", "thread": second}]
+
+
+@pytest.mark.parametrize(
+    ("steps", "cause"),
+    [
+        ([FILL, USE], Cause.THREAD_RACE),
+        ([FILL, *told("main", "t"), USE], None),
+        ([*told("main", "t"), FILL, USE], Cause.THREAD_RACE),
+        ([GET, GOT, LOAD], Cause.THREAD_RACE),
+        ([GET, GOT, *told("t", "main"), LOAD], None),
+        ([GET, {**LOAD, "thread": "t"}], Cause.MISSING_FENCE),  # its own transfer has not ended
+        ([GET, GOT, {**LOAD, "thread": "t"}], None),
+        ([SAVE, PUT], Cause.MISSING_FENCE),
+        ([SAVE, RECORD, SYNC, PUT], Cause.WRONG_THREAD),
+        ([SAVE, RECORD, SYNC, *told("main", "t"), PUT], None),
+        ([SAVE, RECORD, {**SYNC, "thread": "t"}, PUT], None),
+        ([SAVE, DRAIN, PUT], Cause.WRONG_THREAD),
+        ([SAVE, ALL, PUT], Cause.WRONG_THREAD),
+        ([SAVE, ALL, {**LOAD, "thread": "t"}], Cause.WRONG_THREAD),
+        ([SAVE, RECORD, QUERY, PUT], Cause.MISSING_FENCE),  # to ask is not to wait
+        ([DRAIN, SAVE, PUT], Cause.MISSING_FENCE),  # a wait from before was meant for something else
+        ([RECORD, SAVE, SYNC, PUT], Cause.MISSING_FENCE),  # neither thread waited for it
+        ([RECORD, SAVE, {**SYNC, "thread": "t"}, PUT], Cause.EARLY_EVENT),
+        ([SAVE, {**SYNC, "thread": "t"}, PUT], Cause.EVENT_UNRECORDED),
+        ([SAVE, SYNC, PUT], Cause.MISSING_FENCE),
+        ([SAVE, RECORD, OTHER, {**SYNC, "thread": "t"}, PUT], Cause.EVENT_REUSE),
+        ([SAVE, RECORD, OTHER, SYNC, PUT], Cause.MISSING_FENCE),
+        ([SAVE, OTHER, {**SYNC, "thread": "t"}, PUT], Cause.MISSING_FENCE),  # its own wait, for something else
+        ([SAVE, {**DRAIN, "stream": "x", "thread": "t"}, PUT], Cause.WRONG_STREAM),
+        ([RECORD, SAVE, {**SYNC, "thread": "t"}, {**LOAD, "thread": "t"}], Cause.MISSING_FENCE),
+    ],
+)
+def test_cause(steps: list[Step], cause: Cause | None) -> None:
+    assert [finding.cause for finding in findings(steps)] == ([] if cause is None else [cause])
+
+
+@pytest.mark.parametrize(
+    ("steps", "proof", "fix"),
+    [
+        (
+            [FILL, USE],
+            "nothing makes 't' wait for 'main' up to op 1 before op 2; the thread that issued op 2 was not told that "
+            "op 1 was over",
+            "before op 2 is issued: its thread has to learn from 'main' that op 1 is over",
+        ),
+        (
+            [SAVE, DRAIN, PUT],
+            "nothing makes 't' wait for 'w' up to op 1 before op 3; another host thread did wait for op 1, but not "
+            "the one that issued op 3",
+            "before op 3 is issued: its thread has to wait itself, or to be told by the one that did",
+        ),
+        (
+            [GET, {**LOAD, "thread": "t"}],
+            "nothing makes 'l' wait for 't' up to op 1 before op 2",
+            "before op 2 is issued: wait for the end of op 1",
+        ),
+    ],
+)
+def test_text(steps: list[Step], proof: str, fix: str) -> None:
+    (finding,) = findings(steps)
+    lines = [" ".join(line.split()) for line in explain(finding).splitlines()]
+    assert f"proof {proof}" in lines
+    assert f"fix {fix}" in lines
