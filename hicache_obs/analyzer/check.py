@@ -530,11 +530,16 @@ class Analyzer:
 
     def _on_tensor_alloc(self, record: TensorAlloc) -> None:
         self._blocks.hand_out(record, self._seq)
+        self._note_new_hands(record.block)
 
     def _on_tensor_free(self, record: TensorFree) -> None:
         block = self._blocks.give_back(record, self._seq)
         if block is not None:
-            self._shadow.note_free(Access(Space.BUFFER, Mode.WRITE, np.array([block], np.int64)), self._seq)
+            self._note_new_hands(block)
+
+    def _note_new_hands(self, block: int) -> None:
+        """What used the block before and what uses it from now on are different tensors."""
+        self._shadow.note_free(Access(Space.BUFFER, Mode.WRITE, np.array([block], np.int64)), self._seq)
 
     def _on_discarded(self, record: RowsDiscarded) -> None:
         self._taint.discard(record.group, record.requests)

@@ -62,9 +62,8 @@ class Divergence:
         return tuple(sorted((*(entry.rank for entry in self.entered), *self.ended)))
 
     def __str__(self) -> str:
-        each = [f"rank {entry.rank} enters '{entry.name}'" for entry in self.entered]
-        each += [f"rank {rank} enters nothing more" for rank in self.ended]
-        return f"group '{self.group}', collective {self.place}: {', '.join(each)}"
+        each = ", ".join(f"rank {entry.rank} enters '{entry.name}'" for entry in self.entered)
+        return f"group '{self.group}', collective {self.place}: {each}"
 
 
 class CollectiveOrder:

@@ -206,7 +206,9 @@ def fix(finding: Finding) -> str:
     if finding.cause is Cause.WRONG_THREAD:
         return f"before op {edge.before} is issued: its thread has to wait itself, or to be told by the one that did"
     if finding.cause is Cause.THREAD_RACE:
-        return f"before op {edge.before} is issued: its thread has to learn from '{edge.on}' that op {edge.after} is over"
+        return (
+            f"before op {edge.before} is issued: its thread has to learn from '{edge.on}' that op {edge.after} is over"
+        )
     if finding.earlier.stream is None:
         return f"before op {edge.before} is issued: wait for the end of op {edge.after}"
     if finding.later.stream is None:

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from hicache_obs.analyzer.plan import DeviceRecord
 from hicache_obs.records import ALL_LAYERS, AnyRecord, Kernel, Memcpy, Mode, Space, StreamId
 
 Copy = Memcpy | Kernel
+_MOVES: Final = (
+    {(Space.HOST, Mode.READ), (Space.DEVICE, Mode.WRITE)},
+    {(Space.DEVICE, Mode.READ), (Space.HOST, Mode.WRITE)},
+)
+"""What a kernel that copies does to pages."""
 Cell = tuple[Space, int, int]
 """A page or buffer: space, pool, id."""
 
@@ -23,7 +29,7 @@ class Pipeline:
 
     Attributes:
         copies: In issue order.
-        cells: What they bring together: all of them the same in several layers, or each its own.
+        cells: What they bring together: each the same in layers of its own, or each others of all layers.
         layers: Layer ranges that they bring.
     """
 
@@ -72,8 +78,8 @@ def find_pipelines(records: Iterable[AnyRecord]) -> list[Pipeline]:
 def _brought(record: Copy) -> frozenset[Cell]:
     """What a copy writes; nothing if ``record`` is none."""
     if isinstance(record, Kernel):
-        read, written = ({a.space for a in record.accesses if a.mode is mode} - {Space.BUFFER} for mode in Mode)
-        if {*read, *written} != {Space.DEVICE, Space.HOST} or read & written:
+        kinds = {(access.space, access.mode) for access in record.accesses if access.space is not Space.BUFFER}
+        if kinds not in _MOVES:
             return frozenset()
     return frozenset(_touched(record, Mode.WRITE))
 

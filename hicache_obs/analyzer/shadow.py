@@ -377,7 +377,7 @@ class Shadow:
         return self._numbers - self.base
 
     def note_free(self, access: Access, seq: int) -> None:
-        """The ids were given back at ``seq`` to an allocator that nobody owns pages of."""
+        """The ids were given back, or handed out again, at ``seq`` by an allocator that nobody owns pages of."""
         table = self.table(access)
         place = table.place(access.ids)  # may replace the array
         table.freed[place] = self.call(seq)
@@ -388,7 +388,7 @@ class Shadow:
             self.table(access).note_move(access.ids, seq + 1)
 
     def freed_since(self, overlap: Overlap, seq: int) -> bool:
-        """Whether a shared page was given back after ``seq``, as far as calls are kept."""
+        """Whether a shared page changed hands after ``seq``, as far as calls are kept."""
         first = bisect_right(self._calls, seq)
         if first == len(self._calls):
             return False

@@ -244,6 +244,15 @@ _CHOICES: Final[dict[type[Struct], str]] = {
 """Values of the one key of each that takes a fixed set."""
 
 
+_WITHIN: Final[dict[str, type[Struct]]] = {
+    "nodes[": GraphEntry,
+    "rows[": Row,
+    "streams[": StreamDeclaration,
+    "shared": Shared,
+}
+"""What keys hold that hold objects."""
+
+
 def check_step(fields: object) -> Step:
     """``fields`` as a step of its operation.
 
@@ -280,9 +289,7 @@ def explain(error: Exception, kind: type[Struct]) -> str:
     text = re.sub(r"Expected `str` matching regex.*", "must be a number or 'pool:number'", text)
     if "unknown field" in text:
         text = text.replace("Object contains unknown field", "unknown key")
-        if at and at[1].startswith("nodes["):
-            kind = GraphEntry
-        elif at and at[1].startswith("rows["):
-            kind = Row
+        within = (kind for key, kind in _WITHIN.items() if at and at[1].startswith(key))
+        kind = next(within, kind)
         text += f"; known are {', '.join(kind.__struct_fields__)}"
     return text.replace("`", "'")

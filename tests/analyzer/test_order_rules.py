@@ -467,6 +467,24 @@ def test_one_freed_block_is_enough(freed: int | None) -> None:
     assert [finding.hazard for finding in sink.findings] == [Hazard.METADATA_WAR if freed is None else Hazard.LIFETIME]
 
 
+@pytest.mark.parametrize("again", [0, 1, None])
+def test_a_block_that_is_used_after_its_free(again: int | None) -> None:
+    """Both blocks were given back before the first operation; one is a new tensor's by the time of the second."""
+    both = (Access(Space.BUFFER, Mode.WRITE, page_ids([0, 1])),)
+    work = [Kernel(OpId(op), ThreadId(0), 0, StreamId(op), 0, op, 0, ALL_LAYERS, both) for op in (10, 20)]
+    tensors = [TensorAlloc(OpId(block), ThreadId(0), 0, block, block, StreamId(10)) for block in (0, 1)]
+    frees = [TensorFree(OpId(5), ThreadId(0), 0, block) for block in (0, 1)]
+    new = [] if again is None else [TensorAlloc(OpId(15), ThreadId(0), 0, 2, again, StreamId(10))]
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([*tensors, *frees, work[0], *new, work[1]])
+    analyzer.finish()
+
+    (finding,) = sink.findings
+    expected = (Hazard.METADATA_WAR, Cause.MISSING_FENCE) if again is None else (Hazard.LIFETIME, Cause.NO_RECORD_STREAM)
+    assert (finding.hazard, finding.cause) == expected
+
+
 def test_transfers_one_after_the_other_share_a_clock() -> None:
     """One for each that is under way at once, not for each that there ever was."""
 

@@ -62,6 +62,25 @@ def test_what_makes_a_pipeline(steps: list[Step], expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "count"),
+    [
+        ({"reads_host": [1], "writes": [5]}, 1),
+        ({"reads": [5], "writes_host": [1]}, 1),
+        ({"reads_host": [1], "writes": [5], "reads_buf": ["i"], "writes_buf": ["o"]}, 1),
+        ({"reads_host": [1], "reads": [6], "writes": [5]}, 0),
+        ({"reads_host": [1], "writes_host": [2]}, 0),
+        ({"reads": [6], "writes": [5]}, 0),
+        ({"writes": [5], "writes_host": [1]}, 0),
+        ({"writes": [5]}, 0),
+    ],
+)
+def test_kernels_that_copy(keys: Step, count: int) -> None:
+    """Those that only move pages between host and device."""
+    trace = trace_of([{"op": "kernel", "stream": "l", "layer": layer, **keys} for layer in (0, 1)])
+    assert len(find_pipelines(trace)) == count
+
+
+@pytest.mark.parametrize(
     ("step", "consumes"),
     [
         (read(5, 2), True),
