@@ -425,45 +425,40 @@ class _Search:
 
     def serial_copies(self) -> list[Stall]:
         """Copies that all end before their first consumer starts, for no reason but host call time."""
-        found: dict[OpId, Stall] = {}
+        late: dict[OpId, set[OpId]] = {}
         for pipeline in find_pipelines(step.record for step in self._steps):
-            stall = self._serial(pipeline)
-            if stall is None:
-                continue
-            known = found.setdefault(stall.at, stall)
-            if known is not stall:  # one consumer waits for several: pages that are copied each for itself
-                blocked = max(known.blocked_ns or 0, stall.blocked_ns or 0)
-                copies = tuple(sorted({*known.copies, *stall.copies}))
-                found[stall.at] = replace(known, blocked_ns=blocked, copies=copies)
-        return list(found.values())
+            at = self._late_consumer(pipeline)
+            if at is not None:  # one consumer may wait for several: pages that are copied each for itself
+                late.setdefault(at, set()).update(copy.op for copy in pipeline.copies)
+        return [self._no_overlap(at, tuple(sorted(copies))) for at, copies in late.items()]
 
-    def _serial(self, pipeline: Pipeline) -> Stall | None:
-        runs, copies = self._plan.runs, pipeline.copies
-        consumers = [record for record in self._records.values() if pipeline.consumed_by(record)]
+    def _no_overlap(self, at: OpId, copies: tuple[OpId, ...]) -> Stall:
+        record, runs = self._records[at], self._plan.runs
+        assert isinstance(record, DeviceRecord)
+        waiter = f"stream:{self._trace.names.stream(record.stream)}"
+        blocked = runs[at].start_ns - min(runs[copy].start_ns for copy in copies)
+        return Stall(StallClass.NO_OVERLAP, StallCause.SERIAL_ENQUEUE, at, waiter, blocked, copies=copies)
+
+    def _late_consumer(self, pipeline: Pipeline) -> OpId | None:
+        """The first consumer of a pipeline, if slow calls let all copies end before it."""
+        runs, first, last = self._plan.runs, pipeline.copies[0].op, pipeline.copies[-1].op
+        consumers = [record.op for record in self._records.values() if pipeline.consumed_by(record)]
         if not consumers:
             return None
-        first = min(consumers, key=lambda record: (runs[record.op].start_ns, record.op))
-        assert isinstance(first, DeviceRecord)
-        run, last = runs[first.op], copies[-1]
-        blocked = run.start_ns - runs[copies[0].op].start_ns
-        if run.start_ns >= NEVER or blocked < MIN_NS or any(runs[copy.op].end_ns > run.start_ns for copy in copies):
+        at = min(consumers, key=lambda op: (runs[op].start_ns, op))
+        start = runs[at].start_ns
+        blocked = start - runs[first].start_ns
+        if start >= NEVER or blocked < MIN_NS or any(runs[copy.op].end_ns > start for copy in pipeline.copies):
             return None
-        before = self._plan.ordered_before(first.op)
-        if last.op in before or not any(copy.op in before for copy in copies):
+        before = self._plan.ordered_before(at)
+        if last in before or not any(copy.op in before for copy in pipeline.copies):
             return None  # it waits for all copies, or for none: no pipeline
-        other = self._quick(copies[0].op, max(first.op, last.op))
-        sooner = run.start_ns - other[first.op].start_ns
-        overlaps = other[first.op].start_ns < other[last.op].end_ns
+        quick = self._quick(first, max(at, last))
+        sooner = start - quick[at].start_ns
+        overlaps = quick[at].start_ns < quick[last].end_ns
         if sooner < MIN_NS or not (overlaps or 2 * sooner > blocked):
             return None  # the device, or the host's own work, hides the copies
-        return Stall(
-            StallClass.NO_OVERLAP,
-            StallCause.SERIAL_ENQUEUE,
-            first.op,
-            f"stream:{self._trace.names.stream(first.stream)}",
-            blocked,
-            copies=tuple(copy.op for copy in copies),
-        )
+        return at
 
     def _quick(self, begin: OpId, end: OpId) -> Mapping[OpId, Span]:
         """When all would have run if no call from ``begin`` to ``end`` took longer than calls do."""

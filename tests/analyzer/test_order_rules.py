@@ -481,7 +481,9 @@ def test_a_block_that_is_used_after_its_free(again: int | None) -> None:
     analyzer.finish()
 
     (finding,) = sink.findings
-    expected = (Hazard.METADATA_WAR, Cause.MISSING_FENCE) if again is None else (Hazard.LIFETIME, Cause.NO_RECORD_STREAM)
+    expected = (
+        (Hazard.METADATA_WAR, Cause.MISSING_FENCE) if again is None else (Hazard.LIFETIME, Cause.NO_RECORD_STREAM)
+    )
     assert (finding.hazard, finding.cause) == expected
 
 

@@ -393,6 +393,9 @@ def test_copies_of_whole_pages_one_after_another() -> None:
     assert stalls([*copies, work, *parts[0], *parts[1]]) == []
     assert stalls([*slowed(copies, 1, 3), work, wait("e31", "f"), *parts[0], *parts[1]]) == []
     assert stalls([*slowed(copies[:2], 1), work, *parts[0], *slowed(copies[2:], 1), work, *parts[1]]) == []
+    before = [load(5, device_pages=[29]), fence("f", "load"), kernel("f", 5, reads=[29])]
+    [stall] = stalls([*before, *slowed(copies, 1, 3), work, *parts[0], *parts[1]])
+    assert (stall["at"], stall["copies"]) == ("s10", ["s4", "s6"])
     again = [load(300, device_pages=[30]), record("e31", "load")]  # the same page, in its second use
     assert stalls([*slowed([*copies[:2], *again], 1, 3), work, *parts[0], *parts[1]]) == []
 
@@ -410,6 +413,21 @@ def test_a_page_that_is_copied_for_itself_in_every_layer() -> None:
     [stall] = stalls(steps, layers=3)
     assert (stall["at"], stall["copies"]) == ("s12", ["s1", "s2", "s4", "s5", "s7", "s8"])
     assert stall["blocked_us"] == 6 * 1200 + 3 * 2 + 402 + 4 - 1200
+
+
+def test_copies_on_two_streams_for_one_consumer() -> None:
+    """It stands still since the first of them that began, which need not be the first that was issued."""
+    steps = [kernel("load", 3000)]
+    for layer in range(3):
+        steps += [load(150, layer, host_us=1200), load(150, layer, host_us=1200, device_pages=[31], stream="other")]
+        steps += [record(f"e{layer}", "load"), record(f"o{layer}", "other")]
+    steps.append({"op": "host_access", "dur_us": 400})
+    for layer in range(3):
+        steps += [wait(f"e{layer}", "f"), wait(f"o{layer}", "f"), kernel("f", 350, reads=[30, 31], layer=layer)]
+
+    [stall] = stalls(steps, layers=3)
+    assert (stall["at"], stall["copies"]) == ("s17", ["s2", "s3", "s6", "s7", "s10", "s11"])
+    assert stall["blocked_us"] == 6 * 1200 + 3 * 4 + 402 + 6 - 2 * 1200
 
 
 def test_a_kernel_that_only_moves_pages_is_a_copy() -> None:
