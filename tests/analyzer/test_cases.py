@@ -126,6 +126,35 @@ def test_a_pair_that_races_is_not_listed_as_polled(tmp_path: Path, capsys: pytes
         assert (len(report["races"]), len(report["ordered"])) == (raced, polled)
 
 
+@pytest.mark.parametrize(
+    ("entries", "writes", "pages", "layers"),
+    [
+        ([{"writes": ["a:10", 30]}, {"writes": ["a:9", 4]}], ["a:9", 30, "a:10", 4], [4, 30, "a:9", "a:10"], []),
+        ([{"writes": [30], "layer": 0}, {"writes": [4]}], [4, 30], [4, 30], []),
+        ([{"writes": [30], "layer": 1}, {"writes": [4], "layer": 0}], [4, 30], [4, 30], [0, 1]),
+        ([{"reads": [7], "writes": ["a:1"]}], ["a:1", 7], [7, "a:1"], []),
+    ],
+)
+def test_entries_of_a_replay_make_one_race(
+    entries: list[dict[str, Any]],
+    writes: list[int | str],
+    pages: list[int | str],
+    layers: list[int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the pages of all, those of the first pool before the others'; no layers are all of them."""
+    steps: list[dict[str, Any]] = [
+        {"id": "s1", "op": "graph_replay", "graph": "g", "stream": "a", "nodes": entries},
+        {"id": "s2", "op": "kernel", "stream": "b", "writes": writes},
+    ]
+    path = tmp_path / "replay.json"
+    path.write_text(json.dumps({"layers": 2, "steps": steps}))
+    assert main(["check", "--json", str(path)]) == 1
+    (race,) = json.loads(capsys.readouterr().out)["races"]
+    assert (race["pages"], race["layers"]) == (pages, layers)
+
+
 @every_case
 def test_ordered_pairs_are_not_reported(path: Path) -> None:
     """What the report calls safe is safe."""
