@@ -169,9 +169,13 @@ class Links:
         return load
 
     def load(self, index: int) -> LinkedTransfer | None:
-        """The batch with this number; one whose call has not returned yet has none, and is the newest."""
-        newest_first = tuple(self.loads)[::-1]  # at once: the scheduler may start another one meanwhile
-        return next((one for one in newest_first if one.index in (None, index)), None)
+        """The batch with this number; before its call has returned that, the calling thread's own."""
+        loads = tuple(self.loads)  # at once: the scheduler may start another one meanwhile
+        found = next((one for one in loads if one.index == index), None)
+        if found is None:
+            here, gated = threading.get_ident(), self.session.local.gated
+            found = next((one for one in loads if one.index is None and (one.thread == here or one is gated)), None)
+        return found
 
     def post(self, index: int, layer: int) -> None:
         """The calling thread knows a layer to be over, and whoever waits for it will."""
