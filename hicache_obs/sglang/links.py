@@ -214,13 +214,16 @@ def _accesses(links: Links, moved: Iterable[Any], mode: Mode) -> list[tuple[Acce
 
     ``host_indices`` are device slots once SGLang has translated them for a pool; before that ``device_indices`` are.
     """
+    import torch
+
     found = []
     for transfer in moved:
         slots = transfer.host_indices if transfer.host_indices is not None else transfer.device_indices
         if slots is not None and slots.numel():
             pool = base_pool(links.pools[transfer.name].device_pool)
             how = convert(page_size(pool), skip_zero=True)
-            access = links.session.access(Space.DEVICE, mode, pool, slots, how)
+            with torch.cuda.device_of(slots):  # a linker's thread has another one, and would wake it up
+                access = links.session.access(Space.DEVICE, mode, pool, slots, how)
             if access is not None:
                 found.append(access)
     return [tuple(found[start : start + MAX_ACCESSES]) for start in range(0, len(found), MAX_ACCESSES)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -288,6 +289,24 @@ def test_slots_are_those_that_the_call_has_translated_for_the_pools(linked):
     elsewhere(it.linker.work)
     (begun,) = it.records(IoBegin)
     assert [access.ids.tolist() for access in begun.accesses] == [[2]]
+
+
+def test_slots_are_read_on_their_own_device(linked, monkeypatch):
+    """A thread begins with device 0, whichever its rank has: a stream or event there would make a context on it."""
+    it, log = linked(), []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        log.append(("device of", tensor[0].item()))
+        yield
+        log.append("and back")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    read = it.session.access
+    monkeypatch.setattr(it.session, "access", lambda *args: log.append("read") or read(*args))
+    it.linker.offload([transfer(4), transfer(8)])
+    elsewhere(it.linker.wait)
+    assert log == [("device of", 4), "read", "and back", ("device of", 8), "read", "and back"]
 
 
 def test_events_of_a_queued_load_gate_its_batch(linked):
