@@ -56,7 +56,7 @@ print(len(installed.hooked), installed.missing, installed.session.ring.path.name
 def test_a_scheduler_is_hooked_and_its_ranks_are_those_it_was_started_with(run_python, environment):
     done = run_python(SCHEDULER, variables=environment("0.5.23", "observe", HICACHE_OBS_PROCESSES="scheduler"))
     assert done.returncode == 0, done.stderr
-    assert re.search(r"\b49 \{\} scheduler-dp0-pp1-tp3\.\d+\.ring", done.stdout)
+    assert re.search(r"\b47 \{\} scheduler-dp0-pp1-tp3\.\d+\.ring", done.stdout)
 
 
 def test_a_wrong_setting_is_said_and_nothing_is_hooked(run_python, environment):

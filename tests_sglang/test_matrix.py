@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hicache_obs.records import ALL_LAYERS, IoBegin, IoEnd, IoKind, ThreadPost, ThreadRecv
+
 MATRIX = [
     f"{controller}+{barrier}+writefence{fence}{streams}"
     for controller in ("base", "hybrid")
@@ -28,10 +30,11 @@ PATHS = [
     "base+readdone+offload+deferred",
     "base+readdone+storage",
     *(f"base+readdone+drafts{graph}{fence}+deferred" for graph in ("", "+onegraph") for fence in ("", "+fenced")),
-    "base+readdone+linker",
-    "base+readdone+linker+fenced",
-    "base+readdone+linker+fenced+blind",
-    "base+coarse+linker",
+    *(
+        f"base+{how}"
+        for kind in ("linker", "linker+umbp", "linker+foreign")
+        for how in (f"readdone+{kind}", f"readdone+{kind}+fenced", f"readdone+{kind}+fenced+blind", f"coarse+{kind}")
+    ),
 ]
 
 
@@ -126,26 +129,30 @@ def test_a_retraction_is_named_and_its_backup_is_ordered_by_the_processed_result
     assert {"retraction backup copy", "retraction restore copy"} <= set(names)
 
 
+@pytest.mark.parametrize("kind", ["linker", "linker+umbp", "linker+foreign"])
 @pytest.mark.parametrize(
     ("scenario", "sites"),
     [
-        ("base+readdone+linker", {("forward", "linker load")}),
-        ("base+readdone+linker+fenced", set()),
-        ("base+coarse+linker", set()),
-        ("base+readdone+linker+fenced+blind", {("linker load", "forward")}),
+        ("base+readdone+{}", {("forward", "linker load")}),
+        ("base+readdone+{}+fenced", set()),
+        ("base+coarse+{}", set()),
+        ("base+readdone+{}+fenced+blind", {("linker load", "forward")}),
     ],
 )
-def test_a_linkers_load_waits_for_no_round_in_flight(found, scenario, sites):
+def test_a_linkers_load_waits_for_no_round_in_flight(found, scenario, sites, kind):
     """Its event is recorded on the schedule stream, which the read-done barrier lets run ahead; the offload's are not.
 
-    A forward that does not wait for the layers is the other side of the same pages.
+    A forward that does not wait for the layers is the other side of the same pages. A linker that is not SGLang's own
+    is seen through the same functions.
     """
-    outcome = found[scenario]
+    outcome = found[scenario.format(kind)]
     assert outcome.told["errors"] == {}
     assert {(finding.earlier.site, finding.later.site) for finding in outcome.findings} == sites
     assert outcome.hazards <= {"rdma"}
-    names = set(outcome.trace.names.sites.values())
-    assert {"linker load", "linker offload"} <= names
+    begun = [(one.kind, one.layers) for one in outcome.trace if isinstance(one, IoBegin)]
+    assert begun == [(IoKind.DEVICE_READ, ALL_LAYERS), *((IoKind.RDMA_WRITE, (at, at + 1)) for at in range(3))]
+    assert sum(isinstance(one, IoEnd) for one in outcome.trace) == len(begun)
+    assert not {"raw_forward_backup", "war_backup_forward"} & set(outcome.told["unobservable"])
     assert outcome.right  # nothing runs late here: torch.cpu's streams do everything at once
 
 
@@ -159,8 +166,6 @@ def test_a_proven_race_has_a_witness(found, capsys):
 
 
 def test_storage_threads_hand_over_through_queues(found):
-    from hicache_obs.records import IoBegin, IoEnd, IoKind, ThreadPost, ThreadRecv
-
     outcome = found["base+readdone+storage"]
     assert outcome.right
     assert outcome.hazards == set()
@@ -177,7 +182,6 @@ def test_a_storage_read_without_the_hand_over_would_race(found):
     """The receives carry the order: without them the prefetch's write of the host pages is unordered."""
     from hicache_obs.analyzer import Analyzer
     from hicache_obs.analyzer.tally import Tally
-    from hicache_obs.records import ThreadRecv
 
     trace = found["base+readdone+storage"].trace
     tally = Tally()

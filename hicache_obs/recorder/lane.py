@@ -31,6 +31,7 @@ class Lane:
         copies: What the last copies touched.
         counter: The layer counter whose events are known.
         submission: The ``Submission`` of a load-back that is under way.
+        gated: The transfer that a call is queueing: what waits for the events that the call makes.
         draft_batch: The graphs of a multi-layer draft that were prepared last, and the batch they are for.
     """
 
@@ -51,6 +52,7 @@ class Lane:
         self.copies: dict[tuple[int, ...], tuple[Any, ...]] = {}
         self.counter: Any = None
         self.submission: Any = None
+        self.gated: Any = None
         self.draft_batch: tuple[Any, Any] = (None, None)
 
 

@@ -40,6 +40,8 @@ class Adapter:
         group: While a call of a group runs, further calls of that group on the same thread are the engine's own
             business and not recorded: ``wait_stream`` is made of ``record`` and ``wait``.
         optional: Another row covers the same thing: missing, it costs nothing.
+        on_objects: The target is a function that every object of a kind has, which each implements itself: it is hooked
+            on an object when that is made known. Missing, it is reported; what cannot be observed is said of an object.
     """
 
     target: str
@@ -52,3 +54,4 @@ class Adapter:
     hazards: tuple[Hazard, ...] = field(default=())
     group: str = ""
     optional: bool = False
+    on_objects: bool = False

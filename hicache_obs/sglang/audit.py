@@ -81,6 +81,12 @@ _DECODE: Final = ("disaggregation/decode.py",)
 _OFFLOAD: Final = ("disaggregation/decode_kvcache_offload_manager.py",)
 _LINKER: Final = ("mem_cache/unified_cache/unified_cache_linker.py",)
 _MOONCAKE: Final = ("mem_cache/storage/mooncake_store/mooncake_direct_linker.py",)
+_UMBP: Final = ("mem_cache/storage/umbp/umbp_direct_linker.py",)
+_LMCACHE: Final = (
+    "mem_cache/storage/lmcache/lmcache_unified_radix_cache.py",
+    "mem_cache/storage/lmcache/lmc_radix_cache.py",
+)
+_FLEXKV: Final = ("mem_cache/storage/flexkv/flexkv_radix_cache.py",)
 _HISPARSE: Final = ("managers/hisparse_coordinator.py",)
 _DEDUP: Final = ("mem_cache/mla_host_dedup.py",)
 _RESULTS: Final = (
@@ -94,6 +100,35 @@ _READ: Final = "read in the source, not run"
 _DRAIN: Final = r"schedule_stream\.wait_stream\(\s*self\.(scheduler\.)?forward_stream"
 _LOAD: Final = "self.l2_transfer_engine.host_to_device_stream.wait_stream(self.load_fence_stream)"
 _WRITE: Final = "self.l2_transfer_engine.device_to_host_stream.wait_stream(self.write_fence_stream)"
+
+
+def _linker_ways(name: str, owner: str, files: tuple[str, ...]) -> tuple[Way, Way]:
+    """Both ways of one linker, the class ``owner`` in ``files``."""
+    how = f"run: make test-sglang, {name}'s linker over a stand-in of its store"
+    return (
+        Way(
+            f"{name}'s linker, offload",
+            Probe(files, f"{owner}.offload", r"def offload"),
+            "the offload thread waits for events of the current and of the forward stream",
+            (
+                Probe(_LINKER, "UnifiedCacheLinker.record_offload_ready", r"record\(self\.forward_stream\)"),
+                Probe(files, f"{owner}.offload", r"self\.record_offload_ready\(\)"),
+            ),
+            how,
+            "the linker reads pages that a round in flight still writes",
+            "kv_written.record(self.forward_stream)",
+        ),
+        Way(
+            f"{name}'s linker, load",
+            Probe(files, f"{owner}.start_layer_wise_loading", r"def start_layer_wise_loading"),
+            "the load thread waits for an event of the schedule stream, which has waited for the forward stream",
+            (Probe(files, f"{owner}.start_layer_wise_loading", r"self\.forward_stream"),),
+            how,
+            "a round in flight overwrites what is loaded into pages that were freed under it",
+            "device_module.current_stream().wait_stream(self.forward_stream)",
+        ),
+    )
+
 
 PATHS: Final = (
     Way(
@@ -164,23 +199,21 @@ PATHS: Final = (
         (Probe(_CONTROLLER, "", r"prefetch_buffer"), Probe(_CONTROLLER, "", r"backup_queue")),
         _RUN,
     ),
+    *_linker_ways("Mooncake", "MooncakeDirectLinker", _MOONCAKE),
+    *_linker_ways("UMBP", "UMBPDirectLinker", _UMBP),
     Way(
-        "linkers, offload",
-        Probe(_MOONCAKE, "MooncakeDirectLinker.offload", r"def offload"),
-        "the offload thread waits for events of the current and of the forward stream",
-        (Probe(_LINKER, "UnifiedCacheLinker.record_offload_ready", r"record\(self\.forward_stream\)"),),
-        "run: make test-sglang, Mooncake's linker over a stand-in of its store",
-        "the linker reads pages that a round in flight still writes",
-        "kv_written.record(self.forward_stream)",
+        "LMCache",
+        Probe(_LMCACHE, "", r"class LMC(ache)?\w*RadixCache"),
+        "whatever the library does on the streams and in the process it moves pages with",
+        (),
+        "LMCache's own code, which is not part of SGLang",
     ),
     Way(
-        "linkers, load",
-        Probe(_MOONCAKE, "MooncakeDirectLinker.start_layer_wise_loading", r"def start_layer_wise_loading"),
-        "the load thread waits for an event of the schedule stream, which has waited for the forward stream",
-        (Probe(_MOONCAKE, "MooncakeDirectLinker.start_layer_wise_loading", r"self\.forward_stream"),),
-        "run: make test-sglang, Mooncake's linker over a stand-in of its store",
-        "a round in flight overwrites what is loaded into pages that were freed under it",
-        "device_module.current_stream().wait_stream(self.forward_stream)",
+        "FlexKV",
+        Probe(_FLEXKV, "", r"class FlexKVRadixCache"),
+        "stores are handed to another process, whose copies the host waits for before it evicts",
+        (),
+        "FlexKV's own code, which is not part of SGLang",
     ),
     Way(
         "MLA host deduplication",

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from hicache_obs.findings import Hazard
+from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.session import Session
+from hicache_obs.sglang.versions import Versions
 
 _TRANSFERS: Final = (
     Hazard.WAW_FORWARD_RESTORE,
@@ -17,18 +19,32 @@ _TRANSFERS: Final = (
     Hazard.RAW_FORWARD_BACKUP,
     Hazard.WAR_BACKUP_FORWARD,
 )
+_STORES: Final = "sglang.srt.mem_cache.storage."
 _INJECTING: Final = ("DFLASH", "DSPARK")
 _OWN_ALLOCATORS: Final = ("PageInterleave", "HiSparse", "MultiEnded", "UnifiedMamba", "UnifiedSWA")
 
 SEEN_NEVER: Final = (
     "the KV that DFLASH and DSPARK drafts store outside of a forward round",
     "HiSparse's swaps between its device buffer and the host",
-    "transfers of a linker other than the Mooncake linker of 0.5.22 or later",
+    "what LMCache and FlexKV move: their radix trees hand device pages to processes of their own",
+    "transfers of a linker whose threads wait for other events than its calls make, or that counts layers by itself",
     "pages that NCCL hands to other ranks (MLA deduplication), and all collectives",
     "page moves by allocators that share one pool (multi-ended, page-interleaved)",
     "remote transfers between prefill and decode servers",
 )
 """What SGLang does with pages that is never recorded, one line each."""
+
+
+def _after_tree(session: Session, _: object, tree: Any, *__: Any, **___: Any) -> None:
+    """A tree of an external store moves pages itself; one with a linker has it attached where a hook is."""
+    module = type(tree).__module__
+    if module.startswith(_STORES) or not module.startswith("sglang."):
+        reason = f"{type(tree).__name__} moves pages in ways of its own"
+    elif getattr(tree, "linker", None) is not None and session.links is None:
+        reason = "a linker was attached where no hook is"
+    else:
+        return
+    session.unobservable((*_TRANSFERS, Hazard.RDMA), reason)
 
 
 def state_blind_spots(session: Session, runner: Any) -> None:
@@ -43,3 +59,8 @@ def state_blind_spots(session: Session, runner: Any) -> None:
     allocator = type(getattr(runner, "token_to_kv_pool_allocator", None)).__name__
     if allocator.startswith(_OWN_ALLOCATORS):
         session.unobservable((Hazard.LIFETIME,), f"{allocator} hands out and moves pages in its own way")
+
+
+BLIND_ADAPTERS: Final = (
+    Adapter("sglang.srt.mem_cache.registry.create_tree_cache", Versions("0.5.14"), after=_after_tree),
+)

@@ -65,20 +65,23 @@ def install(session: Session, adapters: Iterable[Adapter], engine_version: Versi
         if engine_version not in adapter.versions:
             continue
         found = resolve(adapter.target)
+        if found is Found.FUNCTION and adapter.on_objects:
+            continue
         if found is Found.FUNCTION:
             hook = around(session, adapter)
             register(adapter.target, hook)
             hooked.append((adapter, hook))
         elif not adapter.optional:
             missing[adapter.target] = found
-            session.unobservable(adapter.hazards, f"{adapter.target} is {found.value}")
+            if not adapter.on_objects:
+                session.unobservable(adapter.hazards, f"{adapter.target} is {found.value}")
     return Installed(session, tuple([row.target for row, _ in hooked]), missing, tuple(hooked))
 
 
 UNSEEN: Final = {
     Hazard.RELOCATION: "page moves are not recorded",
     Hazard.METADATA_WAR: "index buffers are not recorded",
-    Hazard.RDMA: "of remote transfers only a Mooncake linker's are recorded, not those between servers",
+    Hazard.RDMA: "of remote transfers only a linker's are recorded, not those between servers",
     Hazard.TP_DIVERGENCE: "collectives are not recorded",
 }
 """What no row records, or not all of it."""

@@ -1,234 +1,237 @@
 """Hooks on linkers: external stores that read and write device pages directly, on threads of their own.
 
-A linker's load waits on the host for the event that its submission recorded, then writes the pages layer by layer; a
-forward round waits on the host for each layer. An offload waits for its events the same way. Those events are seen by
-the hooks on events; here the transfers are recorded, and what their ends tell the thread that waits for them.
+Every linker implements SGLang's ``UnifiedCacheLinker`` and most count layers with its ``LayerWiseLoadCounter``. Nothing
+else of a linker is hooked, so one that is not SGLang's own is recorded as Mooncake's and UMBP's are. A load or offload
+is queued by a call that records events; the linker's thread waits for them on the host before it touches a page, and
+there the transfer begins (``links``). A load's layers end where the counter is told so, an offload where the scheduler
+takes its result.
 
-The threads run before the linker is known here, so only what they look up anew for each task is hooked, on the linker
-itself. One whose functions have other names than SGLang's Mooncake linker makes the hazards *not observable*.
+The base class is abstract: its functions are hooked on each linker as it is attached. One that lacks a function, or
+whose thread waits in a way that is not seen, makes what it moves *not observable*.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
-from hicache_obs.findings import Hazard
-from hicache_obs.records import ALL_LAYERS, MAX_ACCESSES, Access, IoKind, Mode, Space
 from hicache_obs.sglang.adapter import Adapter
-from hicache_obs.sglang.page_ids import convert
-from hicache_obs.sglang.pages import base_pool, page_size
+from hicache_obs.sglang.guard import Around, Guard, around
+from hicache_obs.sglang.links import LOADED, OFFLOADED, LinkedTransfer, Links
 from hicache_obs.sglang.rounds import end_segment
 from hicache_obs.sglang.session import Session
-from hicache_obs.sglang.storage import MAX_WAITING
 from hicache_obs.sglang.versions import Versions
-
-LINKED: Final = (Hazard.RDMA, Hazard.RAW_FORWARD_BACKUP, Hazard.WAR_BACKUP_FORWARD)
-"""What a linker's transfers can be part of."""
-_WATCHED: Final = "_hicache_obs_linker"
-_LOAD, _OFFLOAD, _RESULTS = "load_layer_wise", "batch_set_v2", "offload_results"
-
-
-@dataclass(slots=True)
-class _Load:
-    """The load that a thread is running.
-
-    Attributes:
-        accesses: What each layer of it writes, a record's worth at a time.
-        layers: Of the linker.
-        open: Numbers of the transfers of the layer that is under way.
-    """
-
-    accesses: list[tuple[Access, ...]]
-    layers: int
-    open: list[int] = field(default_factory=list)
-
-
-class Links:
-    """What is known of one session's linkers: loads by their thread, and posts by what they tell of."""
-
-    def __init__(self) -> None:
-        self.loads: Final = threading.local()
-        self.layers: Final[dict[tuple[int, int, int], int]] = {}
-        """Channels of layers that are over, by counter, batch and layer."""
-        self.results: Final[deque[int]] = deque(maxlen=MAX_WAITING)
-        """Channels of offloads that are over, in their order."""
-
-
-def _links(session: Session) -> Links:
-    if session.links is None:
-        session.links = Links()
-    links: Links = session.links
-    return links
-
 
 # -- attaching -------------------------------------------------------------------------------------------------
 
 
-def _before_attach(session: Session, _: Any, linker: Any, *__: Any, **___: Any) -> None:
-    watch_linker(session, linker)
+def _before_attach(session: Session, _: Any, cache_linker: Any) -> None:
+    watch_linker(session, cache_linker)
 
 
 def watch_linker(session: Session, linker: Any) -> None:
     """Record ``linker``'s transfers from now on; or say that they cannot be. Idempotent."""
     if getattr(linker, _WATCHED, False):
         return
-    name = type(linker).__name__
-    storage, results = getattr(linker, "storage", None), getattr(linker, _RESULTS, None)
-    counter = type(getattr(linker, "layer_done_counter", None))
-    ours = f"{counter.__module__}.{counter.__qualname__}" == _COUNTER
-    if not (ours and hasattr(linker, _LOAD) and hasattr(storage, _OFFLOAD) and hasattr(results, "put")):
-        session.unobservable(LINKED, f"the linker {name} moves pages in functions that are not known here")
+    name, pools = type(linker).__name__, getattr(linker, "pools", None)
+    counter = getattr(linker, "layer_done_counter", None)
+    layers = getattr(counter, "num_layers", None)
+    session.links = links = Links(session, name, pools, layers if isinstance(layers, int) else 0)
+    if not (isinstance(pools, dict) and all(hasattr(entry, "device_pool") for entry in pools.values())):
+        links.unseen((*LOADED, *OFFLOADED), "keeps its pools in a way that is not known here")
         return
     if getattr(linker, "mla_broadcaster", None) is not None:
-        session.unobservable((Hazard.RDMA,), f"{name} hands pages to other ranks by NCCL, which is not seen")
-    setattr(linker, _WATCHED, True)
-    load, offload = getattr(linker, _LOAD), getattr(storage, _OFFLOAD)
-    pools = linker.pools
-    layers = int(linker.num_layers)
-    setattr(
-        linker, _LOAD, _watched(session, load, lambda _, requests, *__: _begin_load(session, pools, layers, requests))
-    )
-    setattr(
-        storage, _OFFLOAD, _watched(session, offload, lambda moved, *_, **__: _begin_offload(session, pools, moved))
-    )
-    _watch_results(session, results)
+        links.unseen(LOADED, "hands pages to other ranks by NCCL, which is not seen")
+    try:
+        setattr(linker, _WATCHED, True)
+    except AttributeError:
+        links.unseen((*LOADED, *OFFLOADED), "takes no hooks: it has slots")
+        return
+    group = getattr(linker, "pool_group", None)
+    if callable(getattr(group, "resolve_transfers", None)):
+        _put_on(session, group, _POOL_ROWS)
+    for hazards, parts in (
+        (LOADED, ((linker, _LOAD_ROWS), (counter, _COUNTER_ROWS))),
+        (OFFLOADED, ((linker, _OFFLOAD_ROWS),)),
+    ):
+        lacking = [_name(row) for owner, rows in parts for row in rows if not (row.optional or _has(owner, row))]
+        if lacking:
+            links.unseen(hazards, f"has no {' and no '.join(lacking)}")
+            continue
+        for owner, rows in parts:
+            _put_on(session, owner, rows)
+    _put_on(session, linker, _RESET_ROWS)
 
 
-def _watched(
-    session: Session, original: Callable[..., Any], begin: Callable[..., Callable[[], None]]
-) -> Callable[..., Any]:
-    """``original``, with ``begin`` called before it and what that returned after it, whichever way it ends."""
+def _name(row: Adapter) -> str:
+    return row.target.rpartition(".")[2]
 
+
+def _has(owner: Any, row: Adapter) -> bool:
+    return callable(getattr(owner, _name(row), None))
+
+
+def _put_on(session: Session, owner: Any, rows: tuple[Adapter, ...]) -> None:
+    """Hook ``owner``'s own functions as SGLang's registry hooks those of a class: with the owner as first argument."""
+    for row in rows:
+        if _has(owner, row):
+            method = getattr(owner, _name(row))
+            setattr(owner, _name(row), _hooked(around(session, row), owner, method))
+
+
+def _hooked(hook: Around, owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    def original(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        end = _guarded(session, begin, *args, **kwargs) if session.recording else None
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if end is not None:
-                _guarded(session, end)
+        return hook(original, owner, *args, **kwargs)
 
     return call
 
 
-def _watch_results(session: Session, queue: Any) -> None:
-    """The results of offloads are no objects of their own: the first put is the first got."""
-    put, get = queue.put, queue.get
-
-    def posting(item: Any, *args: Any, **kwargs: Any) -> Any:
-        if session.recording:
-            _guarded(session, _post_result, session)
-        return put(item, *args, **kwargs)
-
-    def receiving(*args: Any, **kwargs: Any) -> Any:
-        item = get(*args, **kwargs)
-        if session.recording:
-            _guarded(session, _receive_result, session)
-        return item
-
-    queue.put, queue.get = posting, receiving
+# -- queueing --------------------------------------------------------------------------------------------------
 
 
-def _post_result(session: Session) -> None:
-    channel = session.number()
-    session.recorder.thread_post(channel)
-    _links(session).results.append(channel)
+def _after_resolve(session: Session, _: object, resolved: Any, *__: Any, **___: Any) -> None:
+    """A call has translated what it moves into the slots of each pool."""
+    transfer = session.local.gated
+    if transfer is not None:
+        transfer.moved = list(resolved)
 
 
-def _receive_result(session: Session) -> None:
-    results = _links(session).results
-    if results:
-        session.recorder.thread_recv(results.popleft())
+def _before_load(session: Session, _: Any, rid: Any, transfers: Any) -> LinkedTransfer:
+    session.local.gated = queued = LinkedTransfer(session.links, list(transfers), rids=(rid,), started=False)
+    return queued
 
 
-def _guarded(session: Session, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return fn(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
-        session.hook_failed("UnifiedCacheLinker", error)
-        return None
+def _after_load(
+    session: Session, queued: LinkedTransfer, accepted: Any, _: Any, rid: Any, *__: Any, **___: Any
+) -> None:
+    session.local.gated = None
+    if accepted:
+        session.links.queued[rid] = queued
 
 
-# -- transfers -------------------------------------------------------------------------------------------------
+def _call_failed(session: Session, _: Any) -> None:
+    session.local.gated = None
 
 
-def _begin_load(session: Session, pools: Any, layers: int, requests: Any) -> Callable[[], None]:
-    """The layers of a load begin one after the other: ``LayerWiseLoadCounter.complete`` ends one."""
-    moved = [transfer for transfers in requests for transfer in transfers]
-    load = _links(session).loads.load = _Load(_accesses(session, pools, moved, Mode.WRITE), layers)
-    _begin_layer(session, load, 0)
-
-    def end() -> None:
-        _links(session).loads.load = None
-        _end_layer(session, load)
-
-    return end
+def _after_cancel(session: Session, _: object, cancelled: Any, __: Any, rid: Any) -> None:
+    if cancelled:
+        session.links.queued.pop(rid, None)
 
 
-def _begin_layer(session: Session, load: _Load, layer: int) -> None:
-    load.open = [
-        session.recorder.io_begin(IoKind.RDMA_WRITE, accesses, site="linker load", layers=(layer, layer + 1))
-        for accesses in load.accesses
-    ]
+def _start(session: Session, guard: Guard) -> Around:
+    """``start_layer_wise_loading``: what is queued is started, whether that is recorded or not."""
+
+    def hook(original: Around, linker: Any, *args: Any, **kwargs: Any) -> Any:
+        links: Links = session.links
+        queued, links.queued = links.queued, {}
+        if not queued or guard.off or not session.recording:
+            return original(linker, *args, **kwargs)
+        session.counters.calls += 1
+        session.local.gated = load = links.start(queued)
+        index = None
+        try:
+            index = original(linker, *args, **kwargs)
+        finally:
+            session.local.gated = None
+            if isinstance(index, int) and index >= 0:
+                load.index = index
+            else:
+                links.loads.remove(load)  # nothing was started
+        return index
+
+    return hook
 
 
-def _end_layer(session: Session, load: _Load) -> None:
-    for io in load.open:
-        session.recorder.io_end(io)
-    load.open = []
+def _offload(session: Session, guard: Guard) -> Around:
+    """``offload``: one that is accepted has a result in its turn, whether it is recorded or not."""
+
+    def hook(original: Around, linker: Any, *args: Any, **kwargs: Any) -> Any:
+        links: Links = session.links
+        offload = None
+        if not guard.off and session.recording:
+            session.counters.calls += 1
+            session.local.gated = offload = LinkedTransfer(links, args[0] if args else kwargs.get("transfers", ()))
+        try:
+            accepted = original(linker, *args, **kwargs)
+        finally:
+            session.local.gated = None
+        if accepted:
+            elsewhere = getattr(linker, "offload_owner", True) is False  # another rank stores the same pages
+            links.offloads.append(None if elsewhere else offload)
+        return accepted
+
+    return hook
 
 
-def _begin_offload(session: Session, pools: Any, moved: Any) -> Callable[[], None]:
-    ios = [
-        session.recorder.io_begin(IoKind.DEVICE_READ, accesses, site="linker offload", layers=ALL_LAYERS)
-        for accesses in _accesses(session, pools, moved, Mode.READ)
-    ]
+def _pop_offload(session: Session, guard: Guard) -> Around:
+    """``pop_completed_offload``: the scheduler learns that the oldest offload is over."""
 
-    def end() -> None:
-        for io in ios:
-            session.recorder.io_end(io)
+    def hook(original: Around, linker: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(linker, *args, **kwargs)
+        links: Links = session.links
+        offload = links.offloads.popleft() if links.offloads else None
+        if offload is not None and not guard.off and session.recording:
+            session.counters.calls += 1
+            try:
+                if offload.thread is None:
+                    links.unseen(OFFLOADED, "reads pages without a wait of the host for events of its offload")
+                offload.end()
+            except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+                guard.failed(error)
+        return result
 
-    return end
+    return hook
 
 
-def _accesses(session: Session, pools: Any, moved: Iterable[Any], mode: Mode) -> list[tuple[Access, ...]]:
-    """The device pages of ``moved``, whose ``host_indices`` are device slots, as many as a record holds at a time."""
-    found = []
-    for transfer in moved:
-        slots = transfer.host_indices
-        if slots is not None and slots.numel():
-            pool = base_pool(pools[transfer.name].device_pool)
-            how = convert(page_size(pool), skip_zero=True)
-            access = session.access(Space.DEVICE, mode, pool, slots, how)
-            if access is not None:
-                found.append(access)
-    return [tuple(found[start : start + MAX_ACCESSES]) for start in range(0, len(found), MAX_ACCESSES)]
+def _after_reset(session: Session, *_: Any, **__: Any) -> None:
+    session.links.clear()
 
 
 # -- layers ----------------------------------------------------------------------------------------------------
 
 
-def _before_complete(session: Session, counter: Any, index: int, layer: int) -> None:
+def _before_complete(session: Session, _: Any, index: int, layer: int) -> LinkedTransfer | None:
     """A layer has arrived: the thread that waits for it may know from now on."""
-    links = _links(session)
-    load: _Load | None = getattr(links.loads, "load", None)
+    links: Links = session.links
+    load = links.load(index)
+    if load is not None and load.thread != threading.get_ident():
+        load.end()
+        if load is session.local.gated:  # MLA deduplication: another rank loads, which is said at the attaching
+            links.unseen(LOADED, "completes layers where it starts them")
+        elif load.thread is None:
+            links.unseen(LOADED, "writes pages without a wait of the host for events of its load")
+        else:
+            links.unseen(LOADED, "completes layers on other threads than the one that waits for its load's events")
+        load = None
     if load is not None:
-        _end_layer(session, load)
-    if len(links.layers) >= MAX_WAITING:
-        links.layers.clear()  # nobody waits for these layers; one that does loses its edge, which is reported
-    channel = session.number()
-    session.recorder.thread_post(channel)
-    links.layers[id(counter), index, layer] = channel
-    if load is not None and layer + 1 < load.layers:
-        _begin_layer(session, load, layer + 1)
+        load.end_layer(layer)
+    links.post(index, layer)
+    return load
+
+
+def _after_complete(_: Session, load: LinkedTransfer | None, *__: Any, **___: Any) -> None:
+    if load is not None:
+        load.begin_layer()
+
+
+def _before_fail(session: Session, _: Any, index: int, *__: Any, **___: Any) -> None:
+    """The rest of a load will not arrive: whoever waits for it is told."""
+    load = session.links.load(index)
+    if load is not None:
+        for layer in load.fail():
+            session.links.post(index, layer)
 
 
 def _after_wait(session: Session, _: object, __: object, counter: Any, threshold: int) -> None:
     """A round has waited for a layer: what it has launched until then had not."""
-    channel = _links(session).layers.pop((id(counter), counter.consumer_index, threshold), None)
+    channel = session.links.layers.pop((counter.consumer_index, threshold), None)
     if channel is None:
         return
     this = session.local.round
@@ -237,19 +240,80 @@ def _after_wait(session: Session, _: object, __: object, counter: Any, threshold
     session.recorder.thread_recv(channel)
 
 
-def _after_finish(session: Session, _: object, __: object, counter: Any, index: int) -> None:
-    layers = _links(session).layers
-    for layer in range(int(counter.num_layers)):
-        channel = layers.pop((id(counter), index, layer), None)
-        if channel is not None:
-            session.recorder.thread_recv(channel)
+def _after_finish(session: Session, _: object, __: object, ___: Any, counter_index: int) -> None:
+    session.links.receive(counter_index)
 
 
-_TREE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-_COUNTER: Final = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.LayerWiseLoadCounter"
+def _after_pop_load(session: Session, _: object, rids: Any, *__: Any) -> None:
+    """The requests of the oldest batch are named, not its number."""
+    done = frozenset(rids)
+    load = next((one for one in session.links.loads if one.rids == done and one.index is not None), None)
+    if load is not None:
+        session.links.receive(load.index)
+
+
+_MEM: Final = "sglang.srt.mem_cache"
+_BASE: Final = f"{_MEM}.unified_cache.unified_cache_linker"
+_WATCHED: Final = "_hicache_obs_linker"
+_LINKED: Final = Versions("0.5.19")
+_ATTACH: Final = Adapter(
+    f"{_MEM}.unified_radix_cache.UnifiedRadixCache.init_cache_linker",
+    _LINKED,
+    before=_before_attach,
+    hazards=LOADED,
+)
+
+
+def _linker(name: str, versions: Versions | None = None, **options: Any) -> Adapter:
+    return Adapter(f"{_BASE}.UnifiedCacheLinker.{name}", versions or _LINKED, on_objects=True, **options)
+
+
+def _counter(name: str, **hooks: Any) -> Adapter:
+    target = f"{_BASE}.LayerWiseLoadCounter.{name}"
+    return Adapter(target, Versions("0.5.22"), hazards=LOADED, on_objects=True, **hooks)
+
+
+_LOAD_ROWS: Final = (
+    _linker("load", before=_before_load, after=_after_load, failed=_call_failed, hazards=LOADED),
+    _linker("start_layer_wise_loading", direct=_start, hazards=LOADED),
+    _linker("cancel_queued_load", after=_after_cancel, optional=True),
+    _linker("finish_layer_wise_loading", Versions("0.5.22"), after=_after_finish, optional=True),
+    _linker("pop_completed_load", Versions("0.5.19", "0.5.22"), after=_after_pop_load, optional=True),
+)
+_OFFLOAD_ROWS: Final = (
+    _linker("offload", direct=_offload, hazards=OFFLOADED),
+    _linker("pop_completed_offload", direct=_pop_offload, hazards=OFFLOADED),
+)
+_RESET_ROWS: Final = (_linker("reset", after=_after_reset, optional=True),)
+_COUNTER_ROWS: Final = (
+    _counter("complete", before=_before_complete, after=_after_complete),
+    _counter("fail", before=_before_fail),
+    _counter("wait_until", after=_after_wait),
+)
+_POOL_ROWS: Final = (
+    Adapter(
+        f"{_MEM}.hybrid_cache.linker_pool_assembler.DevicePoolGroup.resolve_transfers",
+        _LINKED,
+        after=_after_resolve,
+        on_objects=True,
+        optional=True,
+    ),
+)
+_OLD_COUNTERS: Final = (
+    (f"{_MEM}.storage.mooncake_store.mooncake_direct_linker", Versions("0.5.19", "0.5.22")),
+    (f"{_MEM}.storage.umbp.umbp_direct_linker", Versions("0.5.20", "0.5.22")),
+)
+"""Before 0.5.22 each linker has a counter class of its own, with the same functions."""
 LINKER_ADAPTERS: Final = (
-    Adapter(f"{_TREE}.init_cache_linker", Versions("0.5.19"), before=_before_attach, optional=True),
-    Adapter(f"{_COUNTER}.complete", Versions("0.5.22"), before=_before_complete, hazards=(Hazard.RDMA,)),
-    Adapter(f"{_COUNTER}.wait_until", Versions("0.5.22"), after=_after_wait, hazards=(Hazard.RDMA,)),
-    Adapter(f"{_COUNTER}.finish", Versions("0.5.22"), after=_after_finish, hazards=(Hazard.RDMA,)),
+    _ATTACH,
+    *_LOAD_ROWS,
+    *_OFFLOAD_ROWS,
+    *_RESET_ROWS,
+    *_POOL_ROWS,
+    *_COUNTER_ROWS,
+    *(
+        replace(row, target=f"{module}.LayerWiseLoadCounter.{_name(row)}", versions=versions)
+        for module, versions in _OLD_COUNTERS
+        for row in _COUNTER_ROWS
+    ),
 )

@@ -303,6 +303,9 @@ class Session:
             if known is not None and known[0] is event:
                 return known[1]
             state = self.recorder.new_event()
+            gated = self.lanes.lane.gated
+            if gated is not None:
+                gated.expect(state.event_id)
             try:
                 setattr(event, _MARK, state)
             except AttributeError:  # an event class with slots: kept, so that its id stays its own

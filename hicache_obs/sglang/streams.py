@@ -289,10 +289,14 @@ def _before_event_sync(session: Session, event: Any, *_: Any) -> tuple[EventStat
 
 def _after_event_sync(session: Session, before: tuple[EventState, int], *_: Any) -> None:
     session.recorder.event_synchronized(*before)
+    if session.links is not None:
+        session.links.waited(before[0].event_id)
 
 
 def _after_event_query(session: Session, before: tuple[EventState, int], result: Any, *_: Any) -> None:
     session.recorder.event_queried(*before, bool(result))
+    if result and session.links is not None:
+        session.links.waited(before[0].event_id)
 
 
 def _before_elapsed(session: Session, start: Any, end: Any) -> tuple[tuple[EventState, int], ...]:

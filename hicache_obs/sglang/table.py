@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.blind_spots import BLIND_ADAPTERS
 from hicache_obs.sglang.forwards import FORWARD_ADAPTERS
 from hicache_obs.sglang.linkers import LINKER_ADAPTERS
 from hicache_obs.sglang.pages import PAGE_ADAPTERS
@@ -19,6 +20,7 @@ SGLANG_ADAPTERS: Final[tuple[Adapter, ...]] = (
     *STORAGE_ADAPTERS,
     *LINKER_ADAPTERS,
     *FORWARD_ADAPTERS,
+    *BLIND_ADAPTERS,
 )
 """Rows that every device shares. 0.5.11 is the first release with plugins; an open range includes unknown ones."""
 

@@ -14,10 +14,12 @@ from hicache_obs.records import CaptureMode, EventRecord, EventWait, WaitStream
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.guard import around
 from hicache_obs.sglang.install import install
+from hicache_obs.sglang.links import Links
 from hicache_obs.sglang.resolve import Found
 from hicache_obs.sglang.session import MAX_FAILURES, Session
 from hicache_obs.sglang.streams import stream_adapters
 from hicache_obs.sglang.table import CPU_ADAPTERS, CUDA_ADAPTERS, SGLANG_ADAPTERS
+from hicache_obs.sglang.tensors import TENSOR_ADAPTERS
 from hicache_obs.sglang.versions import Versions
 
 
@@ -115,6 +117,32 @@ def test_a_whole_hook_that_fails_changes_nothing_and_is_off_after_a_row(session,
     assert calls == [(args, kwargs)] * (MAX_FAILURES + 3)
     assert session.counters.errors == {target: MAX_FAILURES}
     assert session.off
+
+
+@pytest.mark.parametrize(
+    ("more", "named"), [((), {}), ((object(),) * 9, {}), ((), {"renamed": object()}), ((None,) * 2, {"renamed": None})]
+)
+def test_a_function_that_has_another_signature_is_named_and_never_harmed(session, more, named):
+    """A release that is not known yet may have one: whatever it is called with, it gets that, and gives its result."""
+    session._current_stream = Stream
+    misfits = set()
+    for row in (*SGLANG_ADAPTERS, *CUDA_ADAPTERS, *CPU_ADAPTERS, *TENSOR_ADAPTERS):
+        hook, owner, result = around(session, row), Event(), object()
+        session.links = Links(session, "Linker", {}, 3)
+        session.missing.clear()
+        for _ in range(MAX_FAILURES + 1):
+            session.failures = 0  # other hooks work meanwhile
+            got = hook(lambda *args, **kwargs: (args, kwargs, result), owner, *more, **named)  # noqa: B023 called here
+            assert got == ((owner, *more), named, result), row.target
+        failed = session.counters.errors.pop(row.target, 0)
+        assert failed in (0, MAX_FAILURES), row.target
+        if failed:
+            misfits.add(row.target)
+            assert session.missing == dict.fromkeys(
+                row.hazards, f"the hook on {row.target} failed {MAX_FAILURES} times"
+            )
+    assert len(misfits) > 20
+    assert not session.off
 
 
 def test_one_failing_hook_among_working_ones_goes_off_alone(session):

@@ -62,7 +62,8 @@ class Scenario:
     that release's Scheduler binds them; ``deferred``: the virtual device; and what happens: ``loadback`` (default),
     ``writeback``, ``offload``, ``direct_backup``, ``direct_restore``, ``overlap_off``, ``storage``, ``tree``,
     ``retraction``, ``linker``, ``drafts`` (with ``onegraph``), ``raise``,
-    ``kill``; ``blind``: the forward does not wait for a linker's layers.
+    ``kill``. The linker is Mooncake's, with ``umbp`` UMBP's, with ``foreign`` none of SGLang's; ``blind``: the forward
+    does not wait for its layers.
     """
 
     def __init__(self, words: str) -> None:
