@@ -76,6 +76,7 @@ class Doubt(enum.Enum):
     COPY = "a copy call that may have blocked until the copy was over"
     GRAPH = "a graph that replays on several streams"
     OVERLAP = "neighbours of its stream overlap, so the stream's order proves nothing"
+    STREAM = "an operation of which the file does not say on which stream it ran"
 
 
 def processes(profile: Profile) -> list[int]:
@@ -362,12 +363,15 @@ def detached(profile: Profile, process: int) -> dict[int, Doubt]:
     ops, issued = profile.ops, Issued(profile, process)
     rows, _ = overlaps(ops, profile.facts.error_ns)
     broken = set(ops.stream[rows].tolist())
+    nowhere = {number for number, stream in enumerate(profile.streams) if stream.number < 0}
     streams = ops.stream.tolist()
     found: dict[int, Doubt] = {}
     for replay in issued.replays.values():
         on = {streams[row] for row in replay}
         if len(on) > 1:
             found.update(dict.fromkeys(replay, Doubt.GRAPH))
+        elif on & nowhere:
+            found.update(dict.fromkeys(replay, Doubt.STREAM))
         elif on & broken:
             found.update(dict.fromkeys(replay, Doubt.OVERLAP))
     unplaced = (row for row in issued.orphans if ops.correlation[row] == UNKNOWN)
@@ -388,8 +392,8 @@ class What(enum.Enum):
 class Issued:
     """What one process did, in the order in which it was issued; iterate for ``(What, index)``.
 
-    A call has its place by its begin. What has no call has it by its correlation id, behind the call with the next
-    lower one: ids count calls as they begin.
+    A call has its place by its begin, and where a coarse clock shows two at once by its correlation id: ids count
+    calls as they begin. What has no call has it by its correlation id alone, behind the call with the next lower one.
 
     Attributes:
         launched: Rows of operations by the index of their launch, ascending.
@@ -416,7 +420,9 @@ class Issued:
         begin = calls.start_ns[called]
         order = np.argsort(calls.correlation[called], kind="stable")
         ids, begins = calls.correlation[called][order], np.maximum.accumulate(begin[order]) if len(order) else begin
-        entries = [(int(b), 0, int(i), What.CALL) for b, i in zip(begin.tolist(), called.tolist(), strict=True)]
+        numbers = calls.correlation[called].tolist()
+        rows_of = zip(begin.tolist(), numbers, called.tolist(), strict=True)
+        entries = [(b, number, index, What.CALL) for b, number, index in rows_of]
         # Orphaned operations of one id are in file order; the begin of everything before the file is its earliest.
         for correlation, rows in without.items():
             entries.append((_moment(ids, begins, correlation), correlation, rows[0], What.ORPHAN))
