@@ -185,7 +185,10 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class StreamInfo:
-    """One stream. ``number`` is the profiler's, unique in (process, device, context)."""
+    """One stream. ``number`` is the profiler's, unique in (process, device, context).
+
+    Device and number are ``UNKNOWN`` where the file does not say: such a stream has no order.
+    """
 
     process: int
     device: int
@@ -197,7 +200,8 @@ class StreamInfo:
     @property
     def text(self) -> str:
         """Name in messages."""
-        return f"device {self.device} stream {self.number}"
+        device, number = ("unknown" if value < 0 else value for value in (self.device, self.number))
+        return f"device {device} stream {number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,8 +245,7 @@ class ProfileWriter:
         stream, size = self._stream(row), int(ops.size_bytes[row])
         accesses, layers = self._pages.get(row, ((), ALL_LAYERS))
         self._sites[site] = None
-        correlation = int(ops.correlation[row])
-        self._labels[op] = f"#{correlation}" if correlation != UNKNOWN else f"row {row}"
+        self._labels[op] = _label(row, ops)
         direction = _DIRECTIONS.get(kind)
         reason = self._detached.get(row)
         if int(ops.stream[row]) in self._legacy:
@@ -266,7 +265,7 @@ class ProfileWriter:
         row = rows[0]
         op, site, stream = OpId(row), int(ops.name[row]), self._stream(row)
         self._sites[site] = None
-        self._labels[op] = f"#{int(ops.correlation[row])}"
+        self._labels[op] = _label(row, ops)
         sets = [self._pages[r] for r in rows if r in self._pages]
         if not sets:
             return
@@ -356,6 +355,12 @@ class ProfileWriter:
         thread = int(calls.thread[index])
         self._learn(thread)
         self._doubt(Doubt.QUERY, thread, int(calls.start_ns[index]))
+
+
+def _label(row: int, ops: Ops) -> str:
+    """How messages name an operation: by correlation id if it has one."""
+    correlation = int(ops.correlation[row])
+    return f"#{correlation}" if correlation != UNKNOWN else f"row {row}"
 
 
 def detached(profile: Profile, process: int) -> dict[int, Doubt]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hicache_obs.cli import main
 from hicache_obs.cli.judge import CopyReport, check_copies
 from hicache_obs.errors import TraceError
 from hicache_obs.readers.kineto import read_kineto
@@ -135,6 +136,19 @@ def test_a_row_of_an_operation_that_says_too_little(tmp_path: Path, change: Call
             change(event)
 
         assert text in said(judged(tmp_path, events))
+
+
+def test_what_is_not_stated_is_not_printed_as_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = events_of(tmp_path, RACY)
+    for event in of(events, *WORK):
+        args(stream=None, device=None)(event)
+    judged(tmp_path, events)
+
+    assert main(["analyze", str(tmp_path / "trace.json")]) == 3
+    assert "on device unknown stream unknown" in capsys.readouterr().out
+    assert main(["analyze", str(tmp_path / "trace.json"), "--json"]) == 3
+    pair = json.loads(capsys.readouterr().out)["undecided"]["between"][0]
+    assert [(side["device"], side["stream"]) for side in pair["between"]] == [(None, None), (None, None)]
 
 
 def test_numbers_may_be_written_as_text(tmp_path: Path) -> None:
