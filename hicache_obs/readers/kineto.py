@@ -201,7 +201,7 @@ class _Builder:
                 known.append(event)
         ids = [id_of((event.args or NO_ARGS).correlation) for event in known]
         starts, ends = self._span(known)
-        usable = (starts >= self._base) & (np.array([value != UNKNOWN for value in ids], bool))
+        usable = (starts != self._base - 1000) & (np.array([value != UNKNOWN for value in ids], bool))
         self._facts.lose(len(known) - int(usable.sum()), "host calls without a correlation id or time")
         kept = [event for event, good in zip(known, usable.tolist(), strict=True) if good]
         correlation = [value for value, good in zip(ids, usable.tolist(), strict=True) if good]

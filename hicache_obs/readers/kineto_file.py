@@ -39,7 +39,7 @@ class Args(Struct, gc=False):
 
 
 class Event(Struct, gc=False):
-    """One event; most are decoded and then passed over."""
+    """One event; most are decoded and then passed over. A time of -1 us stands for none."""
 
     ph: str = ""
     cat: str = ""
