@@ -168,8 +168,8 @@ def _op_json(profile: Profile, op: OpId) -> dict[str, Any]:
     return {
         "operation": label(profile, op),
         "name": profile.names[int(ops.name[op])],
-        "device": stream.device,
-        "stream": stream.number,
+        "device": None if stream.device < 0 else stream.device,
+        "stream": None if stream.number < 0 else stream.number,
         "start_ns": None if start < 0 else start,
         "end_ns": None if end < 0 else end,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -179,12 +180,12 @@ def journals_at(path: Path) -> list[tuple[Path, int | None]]:
     from hicache_obs.readers.journal import journal_ranks
     from hicache_obs.readers.parquet import parquet_ranks
 
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return [(path, None)]
     ranks = journal_ranks(path) or parquet_ranks(path)
     if ranks:
         return [(path, rank) for rank in ranks]
-    folders = sorted(folder for folder in entries(path) if folder.is_dir() and journal_ranks(folder))
+    folders = sorted(folder for folder in entries(path) if os.path.isdir(folder) and journal_ranks(folder))
     return [(folder, rank) for folder in folders for rank in journal_ranks(folder)] or [(path, None)]
 
 
@@ -323,7 +324,7 @@ def plain(text: str, *, width: int = 120) -> str:
 @contextlib.contextmanager
 def progress_of(path: Path) -> Iterator[Progress]:
     """Bars on standard error for a large input; nothing for a small one."""
-    size = sum(f.stat().st_size for f in path.glob("*") if f.is_file()) if path.is_dir() else _size(path)
+    size = sum(_size(f) for f in path.glob("*") if os.path.isfile(f)) if os.path.isdir(path) else _size(path)
     if size < LARGE:
         yield lambda stage, done, total: None
         return

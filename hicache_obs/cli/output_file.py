@@ -23,6 +23,13 @@ def check_output(path: Path, inputs: Sequence[Path], *, force: bool) -> None:
     Raises:
         ConfigError: It cannot be there.
     """
+    try:
+        _check(path, inputs, force=force)
+    except OSError as error:
+        raise ConfigError(f"-o {path}: {error.strerror}") from None
+
+
+def _check(path: Path, inputs: Sequence[Path], *, force: bool) -> None:
     parent = path.absolute().parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"-o {path}: cannot be written; expected a place in a directory that exists")

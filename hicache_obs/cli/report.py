@@ -65,7 +65,7 @@ def check_output(output: Path, inputs: Sequence[Path]) -> None:
     try:
         real = output.resolve()
         for given in inputs:
-            if is_same(output, given) or (given.is_dir() and real.is_relative_to(given.resolve())):
+            if is_same(output, given) or (os.path.isdir(given) and real.is_relative_to(given.resolve())):
                 raise ConfigError(f"--output {output}: is part of the input {given}; expected another place")
         if output.is_dir():
             raise ConfigError(f"--output {output}: is a directory; expected a file in it")

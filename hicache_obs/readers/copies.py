@@ -7,10 +7,10 @@ and with it every pair of real pages. A lack of order implies nothing: the two m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from hicache_obs.readers.profile import OpKind, Profile
+from hicache_obs.readers.profile import UNKNOWN, OpKind, Profile, StreamInfo
 from hicache_obs.readers.profile_records import Issued
 from hicache_obs.records import OpId
 
@@ -23,10 +23,7 @@ def copy_pairs(profile: Profile, process: int) -> CopyPairs:
     """All such pairs of one process; ids as in ``profile_trace``."""
     ops = profile.ops
     kinds, streams = ops.kind.tolist(), ops.stream.tolist()
-    devices = [(stream.process, stream.device) for stream in profile.streams]
-    on_device: dict[tuple[int, int], list[int]] = {}
-    for number, device in enumerate(devices):
-        on_device.setdefault(device, []).append(number)
+    beside = _Beside(profile.streams)
     issued = Issued(profile, process)
     last: dict[int, int] = {}
     waiting: dict[int, list[int]] = {}
@@ -41,7 +38,7 @@ def copy_pairs(profile: Profile, process: int) -> CopyPairs:
         for stream in own:
             partners.update(waiting.pop(stream, ()))
         if any(kinds[row] in COPIES for row in touching):
-            neighbours = [s for stream in own for s in on_device[devices[stream]]]
+            neighbours = [s for stream in own for s in beside[stream]]
             partners.update(last[stream] for stream in neighbours if stream in last)
             for stream in neighbours:
                 waiting.setdefault(stream, []).append(first)
@@ -51,3 +48,22 @@ def copy_pairs(profile: Profile, process: int) -> CopyPairs:
         for stream in own:
             last[stream] = first
     return found
+
+
+class _Beside:
+    """Streams of the same device as another; one whose device is not known may be of any."""
+
+    def __init__(self, streams: Sequence[StreamInfo]) -> None:
+        self._streams = streams
+        self._of_process: dict[int, list[int]] = {}
+        self._of_device: dict[tuple[int, int], list[int]] = {}
+        for number, stream in enumerate(streams):
+            self._of_process.setdefault(stream.process, []).append(number)
+            self._of_device.setdefault((stream.process, max(stream.device, UNKNOWN)), []).append(number)
+
+    def __getitem__(self, number: int) -> list[int]:
+        stream = self._streams[number]
+        if stream.device < 0:
+            return self._of_process[stream.process]
+        unknown = self._of_device.get((stream.process, UNKNOWN), [])
+        return self._of_device[stream.process, stream.device] + unknown

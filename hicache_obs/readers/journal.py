@@ -106,7 +106,7 @@ def journal_segments(
     if isinstance(path, StoredPath):
         return [*_newest_run(path, rank, notes)] if path.is_dir() else [_segment(path, notes)]
     target = Path(path)
-    return [*_newest_run(target, rank, notes)] if target.is_dir() else [_segment(target, notes)]
+    return [*_newest_run(target, rank, notes)] if os.path.isdir(target) else [_segment(target, notes)]
 
 
 def _segment(target: AnyPath, notes: list[str]) -> tuple[AnyPath, JournalInfo]:

@@ -5,28 +5,33 @@ What differs between versions, and what is relied on instead (seen in exports of
 * ``syncType`` means different things in different versions although its own table says otherwise. What a
   synchronisation is comes from the name of the API call with the same process and correlation id; correlation ids
   alone are not unique in a file of several processes.
-* Start and end of a synchronisation row are those of the API call.
+* Start and end of a synchronisation row are those of the API call, and its device may be 0 where its context is on
+  another one: a stream is known by its context and number, and its device from the operations in that context.
 * A wait belongs to the record with the same ``eventSyncId`` where both tables have one, else to the latest earlier
   record of the same event: event objects are recorded again and again.
 * Rows of event records need not have a time; they are never filtered by it. Without them no wait can be resolved.
 * Streams on which nothing but waits and records happen are kept: order passes through them.
 * A graph replay is one row without its contents, unless graphs were traced by node.
+* A column that is not there, or a cell that says nothing, is never filled in: ``Facts.lost`` names it.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache_obs.errors import TraceError
+from hicache_obs.readers.nsys_pairs import records_of
 from hicache_obs.readers.profile import (
+    ELSEWHERE,
+    NO_ID,
     UNKNOWN,
     CallKind,
     Calls,
@@ -64,17 +69,32 @@ _COPY_KINDS: Final = {
     8: OpKind.DEVICE_TO_DEVICE,
     10: OpKind.DEVICE_TO_DEVICE,
 }
-"""``copyKind`` of CUPTI; array and unified-memory copies are none of ours."""
+"""``copyKind`` of CUPTI."""
+_OTHER_COPIES: Final = (3, 4, 5, 6, 7, 9, 11, 12, 13)
+"""Of arrays, from host to host, and migrations of unified memory: none of ours."""
+_PEER: Final = 10
 _PAGEABLE: Final = 0
 """``srcKind``/``dstKind`` of an export (CUPTI itself counts from 1)."""
 _STREAM_FLAGS: Final = {1: StreamKind.BLOCKING, 2: StreamKind.NONBLOCKING, 3: StreamKind.LEGACY}
-_NO_ID: Final = (1 << 32) - 1
 _PUSH_POP: Final = 59
 _START_END: Final = 60
 _DOMAIN_CREATE: Final = 75
 _PROCESS: Final = 1 << 24
 """``globalTid`` and ``globalPid`` are vm, hardware and process number above, thread number below this."""
 _CORRELATION_BITS: Final = 33
+_OPERATION: Final = ("start", "end", "deviceId", "contextId", "streamId", "correlationId", "globalPid")
+_ORDER: Final = ("contextId", "streamId", "correlationId", "globalPid", "eventId")
+_NEEDED: Final = {
+    _KERNEL: _OPERATION,
+    _MEMCPY: (*_OPERATION, "copyKind"),
+    _MEMSET: _OPERATION,
+    _RUNTIME: ("start", "globalTid", "correlationId", "nameId"),
+    _SYNC: _ORDER,
+    _EVENT: _ORDER,
+}
+"""Columns without which rows of a table say too little."""
+_DIAGNOSTICS: Final = "DIAGNOSTIC_EVENT"
+_LOSS: Final = re.compile(r"(?=.*\b(CUDA|CUPTI|GPU)\b).*\b(drop|dropped|lost|overflow|not all)\b", re.I | re.S)
 
 
 def read_nsys(path: str | os.PathLike[str]) -> Profile:
@@ -92,7 +112,10 @@ def read_nsys(path: str | os.PathLike[str]) -> Profile:
         with closing(tables):
             if tables.columns("StringIds"):
                 return _Export(tables).read()
-    raise TraceError(f"{source}: not an Nsight Systems export (SQLite, or a folder of Parquet or Arrow tables)")
+    raise TraceError(
+        f"{source}: not an Nsight Systems export; expected a SQLite file or a folder of Parquet or Arrow tables, "
+        "with a table StringIds"
+    )
 
 
 class _Export:
@@ -106,6 +129,10 @@ class _Export:
         self._threads = Interner()
         self._names = Interner()
         self._gaps: set[tuple[int, int]] = set()
+        self._synced: list[tuple[int, int]] = []
+        """Process and context of every device synchronisation."""
+        self._devices: dict[tuple[int, int], set[int]] = {}
+        """By process and context: devices that its operations name."""
         ids = tables.numbers("StringIds", ["id"])[0].tolist()
         self._strings = dict(zip(ids, tables.texts("StringIds", "value"), strict=False))
 
@@ -117,15 +144,44 @@ class _Export:
         self._pair(calls, keys)
         ops = self._ops(keys)
         ranges = self._ranges()
+        self._diagnostics()
         note_facts(ops, calls, self._facts)
+        pids = self._pids()
         kinds = self._stream_kinds()
-        streams = [
-            StreamInfo(self._processes.keys[p], d, c, n, kinds.get((self._processes.keys[p], c, n)))
-            for p, d, c, n in self._streams.keys
-        ]
-        threads = [ThreadInfo(process, thread) for process, thread in self._threads.keys]
+        found = [(pids[self._processes.keys[p]], self._device(p, d, c), c, n) for p, d, c, n in self._streams.keys]
+        streams = [StreamInfo(p, d, c, n, kinds.get((p, c, n))) for p, d, c, n in found]
+        threads = [ThreadInfo(pids[process], thread) for process, thread in self._threads.keys]
+        gaps = sorted((pids[process], correlation) for process, correlation in self._gaps)
         source, names = str(self._tables.source), self._names.keys
-        return Profile(source, self._facts, ops, calls, ranges, streams, threads, names, sorted(self._gaps))
+        return Profile(source, self._facts, ops, calls, ranges, streams, threads, names, gaps)
+
+    def _pids(self) -> dict[int, int]:
+        """What each process is called: its number, or where several machines have that number, the whole id."""
+        whole = {*self._processes.keys, *(process for process, _ in self._threads.keys)}
+        shared = Counter(process % _PROCESS for process in whole)
+        return {process: process % _PROCESS if shared[process % _PROCESS] == 1 else process for process in whole}
+
+    def _device(self, process: int, device: int, context: int) -> int:
+        """The device of a stream, given what the first row that names it says."""
+        devices = self._devices.get((process, context), {device}) - {UNKNOWN}
+        return min(devices) if len(devices) == 1 else UNKNOWN
+
+    def _numbers(self, table: str, names: list[str]) -> list[Int64s]:
+        """Columns of a table; names what it lacks, if it has any rows."""
+        found = self._tables.numbers(table, names)
+        if len(found[0]):
+            have = self._tables.columns(table)
+            missing = [name for name in _NEEDED.get(table, ()) if name not in have]
+            if "eventSyncId" in have and "eventId" in missing:
+                missing.remove("eventId")  # the other one says more
+            self._facts.lost += [f"table {table} has no column {name}" for name in missing]
+        return found
+
+    def _diagnostics(self) -> None:
+        """The tool's own word that it lost something; its text may name anything and is not shown."""
+        texts = self._tables.texts(_DIAGNOSTICS, "text")
+        lost = sum(text is not None and _LOSS.match(text[:1000]) is not None for text in texts)
+        self._facts.lose(lost, "messages of the tool that say that CUDA records were lost")
 
     def _version(self) -> None:
         for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
@@ -139,21 +195,26 @@ class _Export:
     # -- host calls ------------------------------------------------------------------------------------------
 
     def _calls(self) -> Calls:
-        tables = self._tables
-        start, end, thread, correlation, name, result = tables.numbers(
+        start, end, thread, correlation, name, result = self._numbers(
             _RUNTIME, ["start", "end", "globalTid", "correlationId", "nameId", "returnValue"]
         )
         names, place = distinct(name)
         kind_of = [call_kind(self._strings.get(key) or "") for key in names]
         kinds = np.array([UNKNOWN if kind is None else int(kind) for kind in kind_of], np.int64)[place]
-        keep = (kinds != UNKNOWN) & (correlation >= 0)
+        nameless = np.array([self._strings.get(key) is None for key in names], bool)[place]
+        placed = (correlation > 0) & (start != ABSENT)
+        self._facts.lose(int(nameless.sum()), "host calls without a name")
+        lost = int(((kinds != UNKNOWN) & ~placed).sum())
+        self._facts.lose(lost, "host calls without a correlation id or time")
+        keep = (kinds != UNKNOWN) & placed
         start, end, thread, correlation, result, kinds = (
             values[keep] for values in (start, end, thread, correlation, result, kinds)
         )
         end = np.maximum(end, start)
         threads, where = distinct(thread)
-        numbers = [self._threads((value // _PROCESS % _PROCESS, value % _PROCESS)) for value in threads]
-        processes = [self._processes(value // _PROCESS % _PROCESS) for value in threads]
+        numbers = [self._threads((value // _PROCESS, value % _PROCESS)) for value in threads]
+        processes = [self._processes(value // _PROCESS) for value in threads]
+        self._callers = {value // _PROCESS for value in threads}
         self._call_process = np.array(processes, np.int64)[where]
         unknown = np.full(len(start), UNKNOWN, np.int64)
         return Calls(
@@ -177,7 +238,18 @@ class _Export:
 
     def _process(self, global_pid: Int64s) -> Int64s:
         values, place = distinct(global_pid)
-        return np.array([self._processes(value // _PROCESS % _PROCESS) for value in values], np.int64)[place]
+        whole = self._as_callers([value // _PROCESS for value in values])
+        return np.array([self._processes(process) for process in whole], np.int64)[place]
+
+    def _as_callers(self, processes: list[int]) -> list[int]:
+        """The processes of a table as the calls name them: one that differs in its upper bits only is the same, if
+        nothing else has its number."""
+        found = []
+        for process in processes:
+            alike = [caller for caller in self._callers if caller % _PROCESS == process % _PROCESS]
+            rivals = {other for other in processes if other % _PROCESS == process % _PROCESS}
+            found.append(alike[0] if len(alike) == len(rivals) == 1 else process)
+        return found
 
     def _pair(self, calls: Calls, keys: Keys) -> None:
         """Streams of records, waits and synchronisations, and the record each wait refers to."""
@@ -185,31 +257,35 @@ class _Export:
         waits = np.isin(calls.kind, (CallKind.STREAM_WAIT, CallKind.EVENT_QUERY, CallKind.EVENT_SYNC))
         calls.record[waits] = Pairing.NO_ROW
         columns = ["deviceId", "contextId", "streamId", "correlationId", "globalPid", "eventId", "eventSyncId"]
-        device, context, stream, correlation, pid, event, sync_id = tables.numbers(_EVENT, columns)
+        device, context, stream, correlation, pid, event, sync_id = self._numbers(_EVENT, columns)
         process = self._process(pid)
         record_call = keys.find(self._keys(process, correlation))
         record_keys = process, context, event, correlation, sync_id
         known = record_call != UNKNOWN
-        calls.stream[record_call[known]] = self._stream(process, device, context, stream)[known]
+        of_stream = known & (stream >= 0) & (stream != NO_ID)
+        named_rows = (values[of_stream] for values in (process, device, context, stream))
+        calls.stream[record_call[of_stream]] = self._stream(*named_rows)
         self._note_gaps(process[~known], correlation[~known])
         unseen = self._records_without_row(calls, record_call[known])
         if "timestamp" in tables.columns(_EVENT) and len(event):
             facts.event_trace = bool((tables.numbers(_EVENT, ["timestamp"])[0] > 0).any())
 
-        device, context, stream, correlation, pid, event, sync_id = tables.numbers(_SYNC, columns)
+        device, context, stream, correlation, pid, event, sync_id = self._numbers(_SYNC, columns)
         facts.sync_rows = len(event)
         process = self._process(pid)
         index = keys.find(self._keys(process, correlation))
         self._note_gaps(process[index == UNKNOWN], correlation[index == UNKNOWN])
         if not len(calls):
             return
-        named = (index != UNKNOWN) & (stream >= 0) & (stream != _NO_ID)
+        whole = (index != UNKNOWN) & (calls.kind[index] == CallKind.DEVICE_SYNC) & (context >= 0)
+        self._synced = list(zip(process[whole].tolist(), context[whole].tolist(), strict=True))
+        named = (index != UNKNOWN) & (stream >= 0) & (stream != NO_ID)
         of_stream = named & np.isin(calls.kind[index], (CallKind.STREAM_WAIT, CallKind.STREAM_SYNC))
         named_rows = (values[of_stream] for values in (process, device, context, stream))
         calls.stream[index[of_stream]] = self._stream(*named_rows)
         of_event = (index != UNKNOWN) & waits[index]
         rows = process, context, event, correlation, sync_id
-        calls.record[index[of_event]] = _records_of(rows, of_event, record_keys, record_call, unseen)
+        calls.record[index[of_event]] = records_of(rows, of_event, record_keys, record_call, unseen)
 
     def _note_gaps(self, process: Int64s, correlation: Int64s) -> None:
         """Rows of ``process`` with these correlation ids belong to calls that are not in the file."""
@@ -238,14 +314,32 @@ class _Export:
         useless = (start <= 0) | (end < start)
         start, end = np.where(useless, UNKNOWN, start), np.where(useless, UNKNOWN, end)
         self._facts.dropped = int(useless.sum())
-        correlation = np.where((correlation < 0) | (correlation >= _NO_ID), UNKNOWN, correlation)
+        correlation = np.where((correlation <= 0) | (correlation >= NO_ID), UNKNOWN, correlation)
+        working = {process for process, _ in self._devices}
+        elsewhere = sum(place not in self._devices and place[0] in working for place in self._synced)
+        self._facts.lose(elsewhere, ELSEWHERE)
+        several = sum(len(devices - {UNKNOWN}) > 1 for devices in self._devices.values())
+        self._facts.lose(several, "contexts whose operations name several devices")
+        if len(set[int]().union(*self._devices.values()) - {UNKNOWN}) > 1:
+            self._facts.lose(self._peers, "copies between devices, compared with the work of one of them only")
+        nowhere = np.array([number < 0 for *_, number in self._streams.keys], bool)
+        if nowhere.any():
+            lost = int((nowhere[stream] & (kind != OpKind.OTHER_COPY)).sum())
+            self._facts.lose(lost, "operations whose stream is not stated")
         call = np.where(correlation == UNKNOWN, UNKNOWN, keys.find(self._keys(process, correlation)))
         return Ops(start, end, kind, stream, call, correlation, size, name, pageable)
 
     def _common(self, table: str, more: list[str]) -> list[Int64s]:
         columns = ["start", "end", "deviceId", "contextId", "streamId", "globalPid", "correlationId", *more]
-        start, end, device, context, stream, pid, correlation, *rest = self._tables.numbers(table, columns)
+        start, end, device, context, stream, pid, correlation, *rest = self._numbers(table, columns)
         process = self._process(pid)
+        device, context = (np.where(ids == NO_ID, UNKNOWN, ids) for ids in (device, context))
+        code = _codes((process, context, device))
+        for row in _firsts(code).tolist():
+            if context[row] >= 0:
+                self._devices.setdefault((int(process[row]), int(context[row])), set()).add(
+                    max(int(device[row]), UNKNOWN)
+                )
         return [start, end, self._stream(process, device, context, stream), process, correlation, *rest]
 
     def _kernels(self) -> list[Int64s]:
@@ -259,6 +353,10 @@ class _Export:
         kinds = np.full(len(start), OpKind.OTHER_COPY, np.int64)
         for code, kind in _COPY_KINDS.items():
             kinds[copy == code] = kind
+        self._facts.lose(
+            int((~np.isin(copy, (*_COPY_KINDS, *_OTHER_COPIES))).sum()), "copies whose direction is not stated"
+        )
+        self._peers = int((copy == _PEER).sum())
         self._facts.batch_copies = int((count > 1).sum())
         pageable = ((source == _PAGEABLE) | (target == _PAGEABLE)).astype(np.int64)
         values, place = distinct(kinds)
@@ -283,21 +381,17 @@ class _Export:
         return np.array([self._names(self._strings.get(value) or "kernel") for value in values], np.int64)[place]
 
     def _stream(self, process: Int64s, device: Int64s, context: Int64s, stream: Int64s) -> Int64s:
-        """Indices of the streams these rows name."""
-        code = np.zeros(len(stream), np.int64)
-        for part in (process, np.maximum(device, 0), context, stream):
-            values, place = distinct(part)
-            _, code = distinct(code * len(values) + place)  # dense again, so that it cannot overflow
-        first = np.full(int(code.max(initial=-1)) + 1, -1, np.int64)
-        first[code[::-1]] = np.arange(len(code))[::-1]
-        rows = zip(
-            *(column[first].tolist() for column in (process, np.maximum(device, 0), context, stream)), strict=True
-        )
+        """Indices of the streams these rows name; one that is not stated has the number ``UNKNOWN``."""
+        context, stream = np.maximum(context, UNKNOWN), np.where(stream == NO_ID, UNKNOWN, np.maximum(stream, UNKNOWN))
+        device = np.where(context >= 0, UNKNOWN, np.maximum(device, UNKNOWN))  # a context tells the device
+        code = _codes((process, device, context, stream))
+        first = _firsts(code)
+        rows = zip(*(column[first].tolist() for column in (process, device, context, stream)), strict=True)
         return np.array([self._streams(row) for row in rows], np.int64)[code]
 
     def _stream_kinds(self) -> dict[tuple[int, int, int], StreamKind]:
         columns = ["processId", "contextId", "streamId", "flag"]
-        found = {}
+        found: dict[tuple[int, int, int], StreamKind] = {}
         for process, context, stream, flag in zip(
             *(c.tolist() for c in self._tables.numbers(_STREAM, columns)), strict=True
         ):
@@ -334,7 +428,8 @@ class _Export:
         if not len(start):
             return Ranges(empty, empty, empty, empty, empty, empty)
         texts = tables.texts(_NVTX, "text")
-        process = tid // _PROCESS
+        owners, place = distinct(tid // _PROCESS)
+        process = np.array(self._as_callers(owners), np.int64)[place]
         created = np.flatnonzero(kind == _DOMAIN_CREATE)
         ours = {
             (int(process[row]), int(domain[row]))
@@ -342,8 +437,8 @@ class _Export:
             if (texts[row] or self._strings.get(int(text_id[row]))) == NVTX_DOMAIN
         }
         is_range = (kind == _PUSH_POP) | (kind == _START_END)
-        self._facts.lost_ranges = bool(len(created)) and not bool(is_range.any())
         rows = [row for row in np.flatnonzero(is_range).tolist() if (int(process[row]), int(domain[row])) in ours]
+        self._facts.lost_ranges = bool(len(created)) and (not bool(is_range.any()) or bool(ours and not rows))
         last = int(max(start.max(), end.max()))
         picked = np.array(rows, np.int64)
         ends = np.where(end[picked] == ABSENT, last, end[picked])
@@ -351,63 +446,23 @@ class _Export:
         for values in payloads:
             payload = np.where((payload == UNKNOWN) & (values[picked] != ABSENT), values[picked], payload)
         named = [self._names(texts[row] or self._strings.get(int(text_id[row])) or "") for row in rows]
-        threads = [self._threads((int(tid[row]) // _PROCESS % _PROCESS, int(tid[row]) % _PROCESS)) for row in rows]
+        threads = [self._threads((int(process[row]), int(tid[row]) % _PROCESS)) for row in rows]
         domains = np.full(len(picked), self._names(NVTX_DOMAIN), np.int64)
         return Ranges(start[picked], ends, np.array(threads, np.int64), np.array(named, np.int64), domains, payload)
 
 
-_MAX_SYNC_ID: Final = 1 << 40
+def _codes(columns: Iterable[Int64s]) -> Int64s:
+    """For each row a number from 0 on, the same for rows that are equal in all ``columns``."""
+    code: Int64s | None = None
+    for part in columns:
+        values, place = distinct(part)
+        code = place if code is None else distinct(code * len(values) + place)[1]  # dense, so that it cannot overflow
+    assert code is not None
+    return code
 
 
-def _named(sync_id: Int64s) -> npt.NDArray[np.bool_]:
-    """Where a sync id says something."""
-    named: npt.NDArray[np.bool_] = (sync_id > 0) & (sync_id != _NO_ID) & (sync_id < _MAX_SYNC_ID)
-    return named
-
-
-def _sync_keys(process: Int64s, sync_id: Int64s) -> Int64s:
-    return process * _MAX_SYNC_ID + sync_id
-
-
-_EventKeys = tuple[Int64s, Int64s, Int64s, Int64s, Int64s]
-"""Process, context, event id, correlation id, sync id."""
-
-
-def _records_of(
-    rows: _EventKeys,
-    wanted: npt.NDArray[np.bool_],
-    records: _EventKeys,
-    record_call: Int64s,
-    unseen: Mapping[int, list[int]],
-) -> Int64s:
-    """For each wanted synchronisation row: its record call, or why there is none.
-
-    A record in ``unseen`` (see ``_records_without_row``) between the two may be of the same event and replace the one
-    that was found: then nobody knows.
-    """
-    if len(records[4]) and _named(records[4]).all() and _named(rows[4][wanted]).all():
-        place = Keys(_sync_keys(records[0], records[4])).find(_sync_keys(rows[0][wanted], rows[4][wanted]))
-        calls = np.where(place == UNKNOWN, UNKNOWN, record_call[place])
-        return np.where(calls == UNKNOWN, Pairing.UNRESOLVED, calls).astype(np.int64)
-    by_sync: dict[tuple[int, int], int] = {}
-    by_event: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    columns = [column.tolist() for column in (*records, record_call)]
-    for process, context, event, correlation, sync_id, call in sorted(zip(*columns, strict=True), key=lambda r: r[3]):
-        if sync_id not in (ABSENT, 0, _NO_ID):
-            by_sync[process, sync_id] = call
-        by_event.setdefault((process, context, event), []).append((correlation, call))
-    found: list[int] = []
-    picked = (column[wanted].tolist() for column in rows)
-    for process, context, event, correlation, sync_id in zip(*picked, strict=True):
-        call = UNKNOWN
-        if by_sync and sync_id not in (ABSENT, 0, _NO_ID):
-            call = by_sync.get((process, sync_id), UNKNOWN)
-        else:
-            for recorded, candidate in reversed(by_event.get((process, context, event), ())):
-                if recorded < correlation:
-                    others = unseen.get(process, [])
-                    if bisect_right(others, recorded) == bisect_left(others, correlation):
-                        call = candidate
-                    break
-        found.append(Pairing.UNRESOLVED if call == UNKNOWN else call)
-    return np.array(found, np.int64)
+def _firsts(code: Int64s) -> Int64s:
+    """The first row of each number of ``_codes``."""
+    first = np.full(int(code.max(initial=-1)) + 1, -1, np.int64)
+    first[code[::-1]] = np.arange(len(code))[::-1]
+    return first

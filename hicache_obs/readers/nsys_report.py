@@ -87,6 +87,7 @@ def _run(path: Path, command: list[str]) -> None:
     except OSError as error:
         raise TraceError(f"{path}: {command[0]}: {error.strerror}") from None
     if ended.returncode:
-        said = [line.strip() for line in (ended.stderr + ended.stdout).splitlines() if line.strip()]
+        lines = [line.strip() for line in (ended.stderr + ended.stdout).splitlines() if line.strip()]
+        said = [line for line in lines if not line.startswith("[")]  # what an exception carries along
         why = said[-1][:200] if said else f"exit code {ended.returncode}"
         raise TraceError(f"{path}: {Path(command[0]).name} cannot read it: {why}")

@@ -18,6 +18,7 @@ _ARROW_STREAM: Final = b"\xff\xff\xff\xff"
 _PARQUET: Final = b"PAR1"
 _START: Final = 1 << 14
 """Bytes in which a profiler's JSON shows what it is."""
+_RECORDINGS: Final = (".pt.trace.json", ".json.gz", ".nsys-rep", ".qdrep", ".qdstrm", ".sqlite")
 SHOWN: Final = 3
 """Folders that a message names; the rest are not listed."""
 
@@ -37,7 +38,7 @@ def container(path: Path) -> Container:
     Raises:
         TraceError: None of them, or it cannot be read.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return _folder(path)
     start = first_bytes(path, _START)
     if start.startswith((SQLITE, GZIP)) or EVENTS in start:
@@ -71,6 +72,10 @@ def _folder(path: Path) -> Container:
                 f"{path}: no journal here, but in its folders {shown}: name one, or 'hicache-obs analyze {path}' "
                 "judges all"
             )
+        recordings = sorted({suffix for name in names for suffix in _RECORDINGS if name.endswith(suffix)})
+        if recordings:
+            shown = ", ".join(f"{path}/*{suffix}" for suffix in recordings)
+            raise TraceError(f"{path}: no journal here, but files of a profiler: name them, as in {shown}")
     return Container.JOURNAL
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Final
 
@@ -23,8 +24,8 @@ def open_profile(path: str | os.PathLike[str]) -> Profile | None:
         TraceError: It is one, but cannot be read; or no file at all.
     """
     target = Path(path)
-    if target.is_dir():
-        if any((target / f"StringIds{suffix}").is_file() for suffix in (".parquet", ".arrow")):
+    if os.path.isdir(target):
+        if any(os.path.isfile(target / f"StringIds{suffix}") for suffix in (".parquet", ".arrow")):
             from hicache_obs.readers.nsys import read_nsys
 
             return read_nsys(target)
@@ -36,7 +37,7 @@ def open_profile(path: str | os.PathLike[str]) -> Profile | None:
             profile = read_nsys(export)
         profile.source = str(target)
         return profile
-    start = first_bytes(target, 64)
+    start = first_bytes(target, 64).removeprefix(BOM_UTF8)
     if start.startswith(SQLITE):
         from hicache_obs.readers.nsys import read_nsys
 

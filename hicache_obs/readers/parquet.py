@@ -142,7 +142,7 @@ def parquet_file(path: str | os.PathLike[str], rank: int | None) -> Path:
         TraceError: There are several and ``rank`` names none of them.
     """
     target = Path(path)
-    if not target.is_dir():
+    if not os.path.isdir(target):
         return target
     ranks = parquet_ranks(target)
     known = ", ".join(map(str, ranks))

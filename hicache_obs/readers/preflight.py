@@ -98,6 +98,7 @@ def preflight(profile: Profile) -> tuple[Check, ...]:
         _event_trace(profile),
         _threads(profile),
         _clock(profile),
+        _contents(profile),
     )
 
 
@@ -109,6 +110,10 @@ def level(profile: Profile) -> Level:
         return Level.UNDECIDABLE
     counts = count_syncs(profile)
     resolved = counts.waits == counts.waits_paired and counts.event_syncs == counts.event_syncs_paired
+    calls = profile.calls
+    resolved &= not bool(((calls.kind == CallKind.STREAM_SYNC) & (calls.stream == UNKNOWN)).any())
+    used = [profile.streams[stream].process for stream in np.unique(ops.stream).tolist()]
+    resolved |= len(used) == len(set(used))  # work of one stream is in order without any wait
     hidden = profile.facts.same_stream_overlaps or _nothing_traced(profile) or blind_spots(profile)
     return Level.PROVABLE if resolved and not hidden else Level.OBSERVABLE
 
@@ -121,10 +126,11 @@ def blind_spots(profile: Profile) -> tuple[str, ...]:
     facts = profile.facts
     found = [
         (facts.unseen, "launches whose device operation is missing"),
+        (facts.dropped, "operations without usable times, so that nobody sees whether they overlap their neighbours"),
         (facts.graph_rows, "graph replays without their contents"),
         (facts.mixed_ids, "correlation ids that calls of several processes share"),
     ]
-    return tuple(f"{count:,} {text}" for count, text in found if count)
+    return (*(f"{count:,} {text}" for count, text in found if count), *facts.lost)
 
 
 def _nothing_traced(profile: Profile) -> bool:
@@ -228,3 +234,10 @@ def _clock(profile: Profile) -> Check:
         advice = "kernels that start before their predecessor ends (programmatic dependent launch) prove no order"
         return Check("clock", False, text, advice)
     return Check("clock", True, text)
+
+
+def _contents(profile: Profile) -> Check:
+    lost = profile.facts.lost
+    if not lost:
+        return Check("contents", True, "nothing that was looked for is missing")
+    return Check("contents", False, "; ".join(lost), "bring the journal of the same run (--journal): it has all work")

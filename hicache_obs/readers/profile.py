@@ -20,6 +20,8 @@ Int64s = npt.NDArray[np.int64]
 
 UNKNOWN: Final = -1
 """In a column of indices, ids or results: the file does not say."""
+NO_ID: Final = (1 << 32) - 1
+"""What CUPTI writes for no stream, device or context."""
 
 
 class OpKind(enum.IntEnum):
@@ -83,6 +85,8 @@ def call_kind(name: str) -> CallKind | None:
         return kind
     if base.endswith("LaunchHostFunc") or not any(hint in base for hint in _LAUNCH_HINTS):
         return None  # a host function is no device operation
+    if "Graph" in base and "Launch" not in base:
+        return None  # makes or changes a graph's entry; it runs when the graph is launched
     return CallKind.BLOCKING_COPY if "Memcpy" in base and "Async" not in base else CallKind.LAUNCH
 
 
@@ -181,7 +185,10 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class StreamInfo:
-    """One stream. ``number`` is the profiler's, unique in (process, device, context)."""
+    """One stream. ``number`` is the profiler's, unique in (process, device, context).
+
+    Device and number are ``UNKNOWN`` where the file does not say: such a stream has no order.
+    """
 
     process: int
     device: int
@@ -193,7 +200,8 @@ class StreamInfo:
     @property
     def text(self) -> str:
         """Name in messages."""
-        return f"device {self.device} stream {self.number}"
+        device, number = ("unknown" if value < 0 else value for value in (self.device, self.number))
+        return f"device {device} stream {number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +210,10 @@ class ThreadInfo:
 
     process: int
     number: int
+
+
+ELSEWHERE: Final = "device synchronisations of another context than that of any operation"
+"""A loss: which device they waited for is then not sure."""
 
 
 @dataclass(slots=True)
@@ -223,6 +235,7 @@ class Facts:
         outside: Device operations whose launch is not in the file.
         unseen: Launches whose operation is not in the file.
         mixed_ids: Correlation ids that calls of several processes share, where device rows name no process.
+        lost: What else the file holds or lacks that may hide work or its order: in words, with counts.
     """
 
     producer: str
@@ -239,6 +252,12 @@ class Facts:
     outside: int = 0
     unseen: int = 0
     mixed_ids: int = 0
+    lost: list[str] = field(default_factory=list)
+
+    def lose(self, count: int, text: str) -> None:
+        """``count`` rows of the kind ``text`` are not what they should be; none is no loss."""
+        if count:
+            self.lost.append(f"{count:,} {text}")
 
 
 @dataclass(slots=True)
@@ -351,6 +370,14 @@ def overlaps(ops: Ops, error_ns: int) -> tuple[Int64s, Int64s]:
     return np.concatenate(rows), np.concatenate(by)
 
 
+def _out_of_order(calls: Calls) -> int:
+    """Calls that began before one of the same thread with a lower correlation id: ids count calls as they begin."""
+    order = np.argsort(calls.correlation, kind="stable")
+    order = order[np.argsort(calls.thread[order], kind="stable")]
+    thread, start = calls.thread[order], calls.start_ns[order]
+    return int(((start[1:] < start[:-1]) & (thread[1:] == thread[:-1])).sum())
+
+
 def note_facts(ops: Ops, calls: Calls, facts: Facts) -> None:
     """Fill in what every reader counts in the same way."""
     _, by = overlaps(ops, facts.error_ns)
@@ -360,3 +387,6 @@ def note_facts(ops: Ops, calls: Calls, facts: Facts) -> None:
     launched[ops.call] = True  # the place behind the last call is for UNKNOWN
     may_run = np.isin(calls.kind, LAUNCHING) & ((calls.result == 0) | (calls.result == UNKNOWN))
     facts.unseen = int((may_run & ~launched[:-1]).sum())
+    facts.lose(_out_of_order(calls), "host calls whose times contradict the order of their correlation ids")
+    if len(ops) and not np.isin(calls.kind, LAUNCHING).any():
+        facts.lost.append("no call that launches anything: what ran besides cannot be told")

@@ -76,6 +76,7 @@ class Doubt(enum.Enum):
     COPY = "a copy call that may have blocked until the copy was over"
     GRAPH = "a graph that replays on several streams"
     OVERLAP = "neighbours of its stream overlap, so the stream's order proves nothing"
+    STREAM = "an operation of which the file does not say on which stream it ran"
 
 
 def processes(profile: Profile) -> list[int]:
@@ -244,8 +245,7 @@ class ProfileWriter:
         stream, size = self._stream(row), int(ops.size_bytes[row])
         accesses, layers = self._pages.get(row, ((), ALL_LAYERS))
         self._sites[site] = None
-        correlation = int(ops.correlation[row])
-        self._labels[op] = f"#{correlation}" if correlation != UNKNOWN else f"row {row}"
+        self._labels[op] = _label(row, ops)
         direction = _DIRECTIONS.get(kind)
         reason = self._detached.get(row)
         if int(ops.stream[row]) in self._legacy:
@@ -265,7 +265,7 @@ class ProfileWriter:
         row = rows[0]
         op, site, stream = OpId(row), int(ops.name[row]), self._stream(row)
         self._sites[site] = None
-        self._labels[op] = f"#{int(ops.correlation[row])}"
+        self._labels[op] = _label(row, ops)
         sets = [self._pages[r] for r in rows if r in self._pages]
         if not sets:
             return
@@ -357,17 +357,26 @@ class ProfileWriter:
         self._doubt(Doubt.QUERY, thread, int(calls.start_ns[index]))
 
 
+def _label(row: int, ops: Ops) -> str:
+    """How messages name an operation: by correlation id if it has one."""
+    correlation = int(ops.correlation[row])
+    return f"#{correlation}" if correlation != UNKNOWN else f"row {row}"
+
+
 def detached(profile: Profile, process: int) -> dict[int, Doubt]:
     """Rows of operations that are in no stream's order, and why. A graph replay has all its rows here, or none."""
     ops, issued = profile.ops, Issued(profile, process)
     rows, _ = overlaps(ops, profile.facts.error_ns)
     broken = set(ops.stream[rows].tolist())
+    nowhere = {number for number, stream in enumerate(profile.streams) if stream.number < 0}
     streams = ops.stream.tolist()
     found: dict[int, Doubt] = {}
     for replay in issued.replays.values():
         on = {streams[row] for row in replay}
         if len(on) > 1:
             found.update(dict.fromkeys(replay, Doubt.GRAPH))
+        elif on & nowhere:
+            found.update(dict.fromkeys(replay, Doubt.STREAM))
         elif on & broken:
             found.update(dict.fromkeys(replay, Doubt.OVERLAP))
     unplaced = (row for row in issued.orphans if ops.correlation[row] == UNKNOWN)
@@ -388,8 +397,8 @@ class What(enum.Enum):
 class Issued:
     """What one process did, in the order in which it was issued; iterate for ``(What, index)``.
 
-    A call has its place by its begin. What has no call has it by its correlation id, behind the call with the next
-    lower one: ids count calls as they begin.
+    A call has its place by its begin, and where a coarse clock shows two at once by its correlation id: ids count
+    calls as they begin. What has no call has it by its correlation id alone, behind the call with the next lower one.
 
     Attributes:
         launched: Rows of operations by the index of their launch, ascending.
@@ -416,7 +425,9 @@ class Issued:
         begin = calls.start_ns[called]
         order = np.argsort(calls.correlation[called], kind="stable")
         ids, begins = calls.correlation[called][order], np.maximum.accumulate(begin[order]) if len(order) else begin
-        entries = [(int(b), 0, int(i), What.CALL) for b, i in zip(begin.tolist(), called.tolist(), strict=True)]
+        numbers = calls.correlation[called].tolist()
+        rows_of = zip(begin.tolist(), numbers, called.tolist(), strict=True)
+        entries = [(b, number, index, What.CALL) for b, number, index in rows_of]
         # Orphaned operations of one id are in file order; the begin of everything before the file is its earliest.
         for correlation, rows in without.items():
             entries.append((_moment(ids, begins, correlation), correlation, rows[0], What.ORPHAN))

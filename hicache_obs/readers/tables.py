@@ -17,7 +17,7 @@ import numpy as np
 
 from hicache_obs.errors import TraceError
 from hicache_obs.readers.profile import Int64s
-from hicache_obs.readers.trace_file import size_of
+from hicache_obs.readers.trace_file import first_bytes, size_of
 
 ABSENT: Final = -(1 << 62)
 """In a column of numbers: NULL."""
@@ -26,6 +26,10 @@ MAX_VALUES: Final = 1 << 28
 MAX_TEXTS: Final = 1 << 24
 """Most texts of one table that are read."""
 _SQLITE: Final = b"SQLite format 3\x00"
+_HOT: Final = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
+"""Begin of a rollback journal that is not over."""
+_ARROW: Final = b"ARROW1"
+"""Begin of an Arrow file; a stream of the same has none."""
 _BATCH: Final = 1 << 16
 _LARGE: Final = 1 << 14
 """Rows from which the fast path pays."""
@@ -52,9 +56,9 @@ class Tables(Protocol):
 
 def open_tables(path: Path) -> Tables | None:
     """The export at ``path``, or ``None`` if it is none."""
-    if path.is_dir():
+    if os.path.isdir(path):
         for suffix, kind in ((".parquet", "parquet"), (".arrow", "ipc")):
-            files = {file.stem: file for file in sorted(path.glob(f"*{suffix}")) if file.is_file()}
+            files = {file.stem: file for file in sorted(path.glob(f"*{suffix}")) if os.path.isfile(file)}
             if "StringIds" in files:
                 return ArrowTables(path, files, kind)
         return None
@@ -70,6 +74,7 @@ class SqliteTables:
 
     def __init__(self, path: Path) -> None:
         self.source = path
+        _check_written(path)
         try:
             self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
         except sqlite3.Error as error:
@@ -186,8 +191,8 @@ class ArrowTables:
                 values = rows[name]
                 if not pa.types.is_integer(values.type):
                     values = pc.cast(values, pa.int64())
-                if values.null_count:
-                    values = pc.fill_null(values.cast(pa.int64()), ABSENT)
+                if values.null_count:  # of an unsigned column the upper half wraps, as without NULL
+                    values = pc.fill_null(values.cast(pa.int64(), safe=False), ABSENT)
                 found[name] = values.to_numpy().astype(np.int64, copy=False)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise TraceError(f"{self.source}: table {table}: {_first_line(error)}") from None
@@ -220,6 +225,9 @@ class ArrowTables:
         import pyarrow.dataset
 
         try:
+            if self._kind == "ipc" and first_bytes(self._files[table], len(_ARROW)) != _ARROW:
+                with pa.memory_map(os.fspath(self._files[table])) as file, pa.ipc.open_stream(file) as stream:
+                    return pyarrow.dataset.dataset(stream.read_all())
             return pyarrow.dataset.dataset(os.fspath(self._files[table]), format=self._kind)
         except (pa.ArrowException, OSError) as error:
             raise TraceError(f"{self._files[table]}: {_first_line(error)}") from None
@@ -245,6 +253,21 @@ def _fast_path(path: Path) -> Callable[[str, str], list[Int64s]] | None:
         return [column.to_numpy().astype(np.int64, copy=False) for column in rows.columns]
 
     return read
+
+
+def _check_written(path: Path) -> None:
+    """Raises ``TraceError`` for a database whose last changes are in a file beside it: it is read without them."""
+    real = os.path.realpath(path)
+    wal, journal = Path(f"{real}-wal"), Path(f"{real}-journal")
+    for file, unfinished in (
+        (wal, os.path.isfile(wal) and wal.stat().st_size > 0),
+        (journal, os.path.isfile(journal) and first_bytes(journal, len(_HOT)) == _HOT),
+    ):
+        if unfinished:
+            raise TraceError(
+                f"{path}: not written to its end: {file.name} beside it holds changes; let the program that writes it "
+                f"finish, or open and close it once with sqlite3"
+            )
 
 
 def _check_rows(source: Path, table: str, count: int, limit: int) -> None:

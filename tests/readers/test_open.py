@@ -81,6 +81,17 @@ def test_a_folder_says_where_its_records_are(tmp_path):
         open_trace(tmp_path)
 
 
+def test_a_folder_of_recordings_says_to_name_them(tmp_path):
+    for name in ("host.pt.trace.json.gz", "b.sqlite", "notes.txt"):
+        (tmp_path / name).write_bytes(b"")
+
+    with pytest.raises(TraceError) as caught:
+        open_trace(tmp_path)
+
+    shown = f"{tmp_path}/*.json.gz, {tmp_path}/*.sqlite"
+    assert str(caught.value) == f"{tmp_path}: no journal here, but files of a profiler: name them, as in {shown}"
+
+
 def test_what_is_not_there(tmp_path):
     with pytest.raises(TraceError, match=r"gone: No such file or directory"):
         open_trace(tmp_path / "gone")

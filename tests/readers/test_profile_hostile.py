@@ -288,6 +288,19 @@ def test_paths_that_are_no_files(capsys: pytest.CaptureFixture[str], path: str) 
     assert "No such file" in (line := refused(capsys, path)) or "must be a regular file" in line
 
 
+@pytest.mark.parametrize("command", ["analyze", "check", "report", "convert"])
+def test_a_name_that_no_file_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    path, out = tmp_path / ("x" * 300), tmp_path / ("y" * 300 + ".json")
+    more = {"report": ["-o", str(tmp_path / "r.html")], "convert": ["-o", str(tmp_path / "c.json")]}
+
+    assert main([command, str(path), *more.get(command, [])]) == 2
+    assert capsys.readouterr().err == f"hicache-obs: {path}: File name too long\n"
+    if command in more:
+        good = write_kineto(tmp_path / "trace.json", SEEN, FORMATS["2025"])
+        assert main([command, str(good), "-o", str(out)]) == 2
+        assert capsys.readouterr().err.endswith(f"{out}: File name too long\n")
+
+
 @pytest.mark.parametrize("suffix", [".sqlite", ".nsys-rep", ".json.gz"])
 def test_a_pipe_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
     path = tmp_path / f"pipe{suffix}"
@@ -322,7 +335,8 @@ def test_a_report_without_nsys(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_report_that_nsys_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     path, nsys = tmp_path / "demo.nsys-rep", tmp_path / "nsys"
     path.write_bytes(b"junk")
-    nsys.write_text("#!/bin/sh\necho 'Version number is invalid' >&2\nexit 1\n")
+    said = "Version number is invalid\n[tag_report_file_name*] = demo.nsys-rep"
+    nsys.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
     nsys.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
