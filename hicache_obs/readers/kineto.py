@@ -23,6 +23,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, Final
 
@@ -150,11 +151,15 @@ class _Builder:
             self._facts.error_ns = self._error(work)
             calls, place = self._calls(apis)
             args = [event.args or NO_ARGS for event in work]
-            launched = [place.get(id_of(row.correlation), UNKNOWN) for row in args]
-            self._places = [(self._process(call), *place_of(row)) for call, row in zip(launched, args, strict=True)]
+            ids = [id_of(row.correlation) for row in args]
+            launched = [place.get(value, UNKNOWN) for value in ids]
+            owner = [*self._owner, self._processes[0]]  # the place behind the last call is for UNKNOWN
+            places = ((owner[call], *place_of(row)) for call, row in zip(launched, args, strict=True))
+            few: dict[tuple[int, int, int], tuple[int, int, int]] = {}  # one object each: Python's collector stays idle
+            self._places = [few.setdefault(place, place) for place in places]
             self._streams = DeviceStreams(self._places)
             gaps = self._pair(calls, place, [event.args or NO_ARGS for event in syncs])
-            ops = self._ops(work, args, launched)
+            ops = self._ops(work, args, ids, launched)
             ranges = self._ranges(marks)
         except OverflowError:
             raise TraceError(f"{self._source}: an id or time does not fit into 64 bits") from None
@@ -193,26 +198,29 @@ class _Builder:
         """Calls that order or launch something, and their places by correlation id."""
         kinds: dict[str, CallKind | None] = {}
         known: list[Event] = []
+        ids: list[int] = []
         for event in events:
             name = event.name
             if name not in kinds:
                 kinds[name] = call_kind(name)
             if kinds[name] is not None:
                 known.append(event)
-        ids = [id_of((event.args or NO_ARGS).correlation) for event in known]
+                ids.append(UNKNOWN if event.args is None else id_of(event.args.correlation))
         starts, ends = self._span(known)
-        usable = (starts != self._base - 1000) & (np.array([value != UNKNOWN for value in ids], bool))
-        self._facts.lose(len(known) - int(usable.sum()), "host calls without a correlation id or time")
-        kept = [event for event, good in zip(known, usable.tolist(), strict=True) if good]
-        correlation = [value for value, good in zip(ids, usable.tolist(), strict=True) if good]
+        usable = (starts != self._base - 1000) & (column(ids) != UNKNOWN)
+        useless = len(known) - int(usable.sum())
+        self._facts.lose(useless, "host calls without a correlation id or time")
+        kept = list(compress(known, usable.tolist())) if useless else known
+        correlation = list(compress(ids, usable.tolist())) if useless else ids
         start, end = starts[usable], ends[usable]
         threads = self._threads
+        named = [event.name for event in kept]
         unknown = np.full(len(kept), UNKNOWN, np.int64)
         calls = Calls(
             start_ns=start,
             end_ns=np.maximum(end, start),
             thread=column([threads((event.pid, event.tid)) for event in kept]),
-            kind=column([kinds[event.name] for event in kept]),  # type: ignore[misc]
+            kind=column([kinds[name] for name in named]),  # type: ignore[misc]
             correlation=column(correlation),
             result=unknown,
             stream=unknown.copy(),
@@ -222,9 +230,10 @@ class _Builder:
         if len(place) < len(kept):
             self._facts.mixed_ids = self._remove_mixed(kept, correlation, place)
         self._hip = self._hip or any(name.startswith("hip") for name, kind in kinds.items() if kind is not None)
-        self._copying = {index for index, event in enumerate(kept) if "Memcpy" in event.name}
+        copies = {name for name in kinds if "Memcpy" in name}
+        self._copying = {index for index, name in enumerate(named) if name in copies}
         # Device rows name no process: it is that of the call. What has none is given to the one that calls most.
-        self._owner = [_number(event.pid) for event in kept]
+        self._owner = [pid if type(pid) is int else _number(pid) for pid in [event.pid for event in kept]]
         self._processes = [process for process, _ in Counter(self._owner).most_common()] or [0]
         return calls, place
 
@@ -238,10 +247,7 @@ class _Builder:
             del place[value]
         return len(mixed)
 
-    def _process(self, call: int) -> int:
-        return self._processes[0] if call == UNKNOWN else self._owner[call]
-
-    def _ops(self, events: list[Event], args: list[Args], launched: list[int]) -> Ops:
+    def _ops(self, events: list[Event], args: list[Args], correlation: list[int], launched: list[int]) -> Ops:
         start, end = self._span(events)
         useless = (end < start) | (start <= self._base)
         start[useless] = end[useless] = UNKNOWN
@@ -255,11 +261,10 @@ class _Builder:
                 kinds[key] = _copy_kind(event.name) if kind is OpKind.OTHER_COPY else (kind, 0)
             found.append(kinds[key])
         names = self._names
-        correlation = [id_of(a.correlation) for a in args]
         numbers = [whole(a.stream) for a in args]
-        streams = [
-            self._streams.of_operation(*place, number) for place, number in zip(self._places, numbers, strict=True)
-        ]
+        pairs = dict.fromkeys(zip(self._places, numbers, strict=True))
+        stream_of = {(place, number): self._streams.of_operation(*place, number) for place, number in pairs}
+        streams = [stream_of[pair] for pair in zip(self._places, numbers, strict=True)]
         self._note_lost(events, args, launched, streams, found)
         return Ops(
             start_ns=start,

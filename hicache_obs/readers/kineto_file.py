@@ -98,7 +98,7 @@ def whole(value: Any) -> int:
 
 def id_of(value: Any) -> int:
     """A correlation id: they count from 1, and 0 stands for none."""
-    found = whole(value)
+    found = value if type(value) is int else whole(value)  # nearly all are as they should be
     return found if found > 0 else UNKNOWN
 
 
