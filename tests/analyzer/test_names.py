@@ -22,6 +22,7 @@ from hicache_obs.records import (
     ALL_LAYERS,
     Define,
     DefineSpace,
+    Direction,
     EventId,
     EventRecord,
     EventWait,
@@ -29,6 +30,7 @@ from hicache_obs.records import (
     HostSync,
     IoKind,
     Kernel,
+    Memcpy,
     Mode,
     OpId,
     Record,
@@ -342,3 +344,27 @@ def test_waits_long_ago_are_forgotten() -> None:
         analyzer.feed([work[0], wait, *noise, work[1]])
         analyzer.finish()
         assert [finding.cause for finding in sink.findings] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("direction", "hazard"),
+    [
+        (Direction.DEVICE_TO_HOST, Hazard.RAW_FORWARD_BACKUP),
+        (Direction.HOST_TO_DEVICE, Hazard.WAW_FORWARD_RESTORE),
+    ],
+)
+def test_copies_of_one_site_keep_their_own_roles(direction: Direction, hazard: Hazard) -> None:
+    """A copy behind one of the other direction, in one group: what it is called is its own."""
+    other = {Direction.DEVICE_TO_HOST: Direction.HOST_TO_DEVICE}.get(direction, Direction.DEVICE_TO_HOST)
+    other_page = np.array([6], np.int64)
+    forward = Kernel(OpId(1), MAIN, 0, StreamId(1), 0, 1, 0, (0, 1), (device(WRITE, PAGE),))
+
+    def copy(op: int, towards: Direction, pages: Any) -> Memcpy:
+        mode = WRITE if towards is Direction.HOST_TO_DEVICE else READ
+        return Memcpy(OpId(op), MAIN, 0, StreamId(2), 1, 2, 0, (0, 1), (device(mode, pages),), towards)
+
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed([forward, copy(2, other, other_page), copy(3, direction, PAGE)])
+    analyzer.finish()
+    assert [(finding.hazard, finding.later.op) for finding in sink.findings] == [(hazard, OpId(3))]
