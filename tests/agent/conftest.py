@@ -189,10 +189,10 @@ def agent_process(tmp_path: Path, rings: Path) -> Iterator[Callable[..., AgentPr
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], None]:
-    """``eventually(condition)``: wait until it holds, for half a minute."""
+    """``eventually(condition)``: wait until it holds, for a minute."""
 
     def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, "never came true"
             time.sleep(0.02)
