@@ -134,7 +134,12 @@ def _start(session: Session, guard: Guard) -> Around:
         if not queued or guard.off or not session.recording:
             return original(linker, *args, **kwargs)
         session.counters.calls += 1
-        session.local.gated = load = links.start(queued)
+        try:
+            load = links.start(queued)
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            guard.failed(error)
+            return original(linker, *args, **kwargs)
+        session.local.gated = load
         index = None
         try:
             index = original(linker, *args, **kwargs)
@@ -143,7 +148,7 @@ def _start(session: Session, guard: Guard) -> Around:
             if isinstance(index, int) and index >= 0:
                 load.index = index
             else:
-                links.loads.remove(load)  # nothing was started
+                links.drop(load)  # nothing was started
         return index
 
     return hook

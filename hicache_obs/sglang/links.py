@@ -6,6 +6,7 @@ for all events that the call made. What that thread knows then is what orders th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -193,6 +194,11 @@ class Links:
                 self.session.recorder.thread_recv(channel)
         load = self.load(index)
         if load is not None:
+            self.drop(load)
+
+    def drop(self, load: LinkedTransfer) -> None:
+        """Forget a batch; it may be forgotten already: by ``clear``, on any thread, or for a newer one."""
+        with contextlib.suppress(ValueError):
             self.loads.remove(load)
 
     def unseen(self, hazards: tuple[Hazard, ...], what: str) -> None:

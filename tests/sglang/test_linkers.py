@@ -540,6 +540,23 @@ def test_a_linkers_own_exceptions_go_through_and_leave_nothing_behind(linked, na
     assert it.session.counters.errors == {}
 
 
+def test_a_start_that_resets_its_linker_and_gives_up_raises_what_the_linker_does(linked):
+    it = linked()
+    it.linker.load("r", [transfer(4)])
+    it.linker.ready = lambda: it.linker.reset() or 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        it.linker.start_layer_wise_loading()
+    assert (it.session.local.gated, it.session.counters.errors) == (None, {})
+
+
+def test_a_start_that_cannot_be_recorded_goes_through(linked, monkeypatch):
+    it = linked()
+    it.linker.load("r", [transfer(4)])
+    monkeypatch.setattr(it.session.links, "start", lambda queued: 1 // 0)
+    assert it.linker.start_layer_wise_loading() == it.linker.index
+    assert list(it.session.counters.errors.values()) == [1]
+
+
 @pytest.mark.parametrize(
     ("module", "attributes", "reason"),
     [
