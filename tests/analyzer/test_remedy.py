@@ -143,6 +143,13 @@ def test_reports_are_those_of_the_cases(path: Path, capsys: pytest.CaptureFixtur
         assert all(remedy["delay_us"] is not None for remedy in race["remedies"])
 
 
+def test_a_backup_that_no_later_round_waits_for_has_been_reported() -> None:
+    """With no fence at all, and with one that does not work; an early free is another report's."""
+    for text in ("B:r5W1 F:w5", "e=B B:r5W1 F<e F:w5"):
+        (finding,) = findings(timed(text, {}))
+        assert public_report(finding) == "https://github.com/sgl-project/sglang/pull/38463"
+
+
 def test_a_hazard_that_nobody_reported_has_no_address() -> None:
     (other,) = findings(timed("L:w5 B:r5W1", {}))
 
