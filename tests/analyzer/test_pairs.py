@@ -9,6 +9,8 @@ from hicache_obs.analyzer.pairs import PairProofs
 from hicache_obs.findings import Proof
 from hicache_obs.records import (
     ALL_LAYERS,
+    EventId,
+    EventRecord,
     GraphNode,
     GraphReplay,
     Kernel,
@@ -16,6 +18,7 @@ from hicache_obs.records import (
     Mode,
     OpId,
     Record,
+    StreamId,
     ThreadId,
     Times,
     device,
@@ -88,3 +91,18 @@ def test_only_what_is_wanted_is_told() -> None:
     proofs = PairProofs({OpId(2): [OpId(0), OpId(77)], OpId(99): [OpId(0)]})
     proofs.feed(records)
     assert [(found.earlier, found.later) for found in proofs.proofs] == [(0, 2)]
+
+
+def test_an_operation_of_a_run_is_one_like_any_other() -> None:
+    """A copy and an event record for each of many layers, then a kernel: each copy is looked at."""
+    main, loads, forward = ThreadId(0), StreamId(1), StreamId(2)
+    records: list[Record] = []
+    for op in range(0, 40, 2):
+        records += [
+            Memcpy(OpId(op), main, op, loads, 0, 1, 8, (op, op + 1), PAGE),
+            EventRecord(OpId(op + 1), main, op, EventId(op + 1), loads),
+        ]
+    copies = [OpId(op) for op in range(0, 40, 2)]
+    proofs = PairProofs({OpId(40): copies})
+    proofs.feed([*records, Kernel(OpId(40), main, 40, forward, 0, 2, 0, ALL_LAYERS, PAGE)])
+    assert [(found.earlier, found.proof) for found in proofs.proofs] == [(copy, Proof.NONE) for copy in copies]

@@ -269,20 +269,21 @@ def test_of_two_waits_of_which_one_is_enough_none_is_reported() -> None:
 def test_what_is_confirmed_is_what_is_proposed() -> None:
     """The trace that the analyzer confirms a narrower wait with: one record, right behind what is needed."""
     gather, layers, rewrite = kernel("f", 15, reads=[1]), kernel("f", 900, writes=[2]), kernel("s", writes=[1])
-    trace = trace_of([gather, layers, fence("s", "f"), rewrite])
+    trace = trace_of([gather, layers, fence("s", "f"), rewrite, record("e", "f"), record("g", "f")])
     [stall] = find_stalls(trace).stalls
     search = _Search(trace)
     fenced = next(step.record for step in search._steps if isinstance(step.record, WaitStream))
     changed = [step.record for step in search._changed(search._steps, fenced, stall)]
 
     assert [type(record).__name__ for record in changed] == [
-        *("Kernel", "EventRecord", "Kernel", "EventWait", "Kernel"),
+        *("Kernel", "EventRecord", "Kernel", "EventWait", "Kernel", "EventRecord", "EventRecord"),
     ]
     mark, narrowed = changed[1], changed[3]
     assert isinstance(mark, EventRecord)
     assert isinstance(narrowed, EventWait)
     assert (mark.stream, narrowed.stream) == (fenced.on, fenced.waiter)
     assert mark.event == narrowed.event
+    assert mark.event not in {record.event for record in trace if isinstance(record, EventRecord)}
 
 
 def test_what_is_confirmed_of_a_wait_that_moves() -> None:
@@ -330,6 +331,9 @@ def test_a_wait_that_belongs_to_another_thread() -> None:
     assert stall["move_to"] == {"thread": "storage", "on": "s1", "before": "s6"}
     assert stalls(handed_over(sync="storage")) == []
     assert stalls(handed_over(sync="main", own_work=False)) == []  # a thread whose job it is to wait
+    copy, *rest = handed_over(sync="main")
+    assert len(stalls([{**copy, "dur_us": 104}, *rest])) == 1  # its own work could begin 100 us earlier
+    assert stalls([{**copy, "dur_us": 103}, *rest]) == []
 
 
 def layered(*, host_us: float, dur_us: float = 300, waits: bool = True) -> list[Step]:
@@ -353,6 +357,16 @@ def test_copies_that_host_call_time_keeps_from_overlapping() -> None:
     assert stalls(layered(host_us=2), layers=3) == []
     assert stalls(layered(host_us=2, dur_us=1), layers=3) == []  # over at once: no call time to blame
     assert stalls(layered(host_us=2400, waits=False), layers=3) == []  # it waits for all: no pipeline
+
+
+def test_a_copy_that_still_runs_overlaps() -> None:
+    """Slow calls, but the last copy ends behind the consumer's start: that is an overlap, if a short one."""
+    steps = layered(host_us=2400, dur_us=300)
+    steps[4] = load(410, 2, host_us=2400)
+
+    assert stalls(steps, layers=3) == []
+    steps[4] = load(405, 2, host_us=2400)
+    assert len(stalls(steps, layers=3)) == 1
 
 
 def slowed(steps: list[Step], *slow: int, host_us: float = 2400) -> list[Step]:

@@ -73,6 +73,8 @@ def test_an_order_of_its_own_stays_proven() -> None:
     fence = {"op": "wait_stream", "waiter": "b", "on": "a"}
 
     assert found(WRITE, fence, RECORD, WAIT, LOAD, shared=SHARED) == []
+    assert found(WRITE, RECORD, WAIT, LOAD, shared={"events": ["other"]}) == []
+    assert found(WRITE, RECORD, SYNC, LOAD, shared={"events": ["other"]}) == []
 
 
 def test_shared_memory_makes_races_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from hicache_obs.analyzer import Analyzer, check, verdicts
-from hicache_obs.findings import Cause, Timing, Verdict
+from hicache_obs.findings import Cause, Finding, Timing, Verdict
 from hicache_obs.records import (
     IN_ORDER,
     AnyRecord,
     GraphNode,
     GraphReplay,
+    HostAccess,
     Kernel,
     Mode,
     OpId,
@@ -28,6 +31,14 @@ MAIN = ThreadId(0)
 
 def times(op: int, start_ns: int, end_ns: int) -> Times:
     return Times(OpId(op), MAIN, 0, start_ns, end_ns)
+
+
+def found_in(records: Iterable[AnyRecord]) -> list[Finding]:
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(records)
+    analyzer.finish()
+    return sink.findings
 
 
 @pytest.mark.parametrize(("pending", "kept"), [(4, 4), (3, 3), (1, 1), (0, 0), (9, 6)])
@@ -102,3 +113,17 @@ def test_nobody_knows_when_an_entry_of_a_graph_ran(graph: bool, verdicts_: list[
     assert {finding.cause for finding in sink.findings} <= {Cause.CLOCK_OR_FENCE}
     spoiled = analyzer.blast_radius((OpId(0), OpId(2)))  # one that ran in the wrong order spoils what a race spoils
     assert spoiled.device_pages == (() if graph else ((0, 5),))
+
+
+@pytest.mark.parametrize(("text", "coarse"), [("F:w5 L:w5", True), ("L:w5 F:r5", True), ("L:w5 B:r5W1", False)])
+def test_a_round_touches_its_pages_at_some_time_in_a_long_one(text: str, coarse: bool) -> None:
+    """A copy's interval is its own."""
+    (finding,) = found_in(History(text).records)
+    assert finding.coarse is coarse
+
+
+def test_the_host_belongs_to_no_round() -> None:
+    """Nor does it run on a stream."""
+    write = HostAccess(OpId(1), MAIN, 1, 0, (0, 1), (device(Mode.WRITE, page_ids([5])),))
+    (finding,) = found_in([*History("F:w5").records, write])
+    assert (finding.later.what, finding.later.group, finding.later.stream) == ("host", 0, None)
