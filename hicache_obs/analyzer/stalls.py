@@ -454,7 +454,7 @@ class _Search:
         if last in before or not any(copy.op in before for copy in pipeline.copies):
             return None  # it waits for all copies, or for none: no pipeline
         quick = self._quick(first, max(at, last))
-        sooner = start - quick[at].start_ns
+        sooner = blocked - (quick[at].start_ns - quick[first].start_ns)
         overlaps = quick[at].start_ns < quick[last].end_ns
         if sooner < MIN_NS or not (overlaps or 2 * sooner > blocked):
             return None  # the device, or the host's own work, hides the copies

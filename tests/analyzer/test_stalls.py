@@ -384,6 +384,23 @@ def test_it_does_not_matter_which_call_takes_so_long(slow: tuple[int, ...]) -> N
     assert stalls(slowed(steps, 10), layers=3) == []
 
 
+def test_the_call_that_starts_the_copies_puts_all_off_alike() -> None:
+    """However long it takes; unless their stream is busy meanwhile, then only the consumer is late."""
+    steps = slowed(layered(host_us=2, dur_us=50), 1)
+
+    assert stalls(steps, layers=3) == []
+    [stall] = stalls([kernel("load", 2400), *steps], layers=3)
+    assert (stall["at"], stall["blocked_us"]) == ("s10", 416.0)
+
+
+def test_a_consumer_that_waits_for_no_copy_is_no_pipeline() -> None:
+    """That is a race, and nothing that could be sooner."""
+    steps = [step for step in layered(host_us=2400) if step["op"] != "event_wait"]
+
+    assert stalls(steps, layers=3) == []
+    assert stalls([*steps[:7], wait("e0", "f"), *steps[7:]], layers=3) != []
+
+
 def test_what_hides_the_copies_anyway() -> None:
     """The CPU's own work or an earlier kernel, unless call time delays the consumer by more than half of all."""
     for place, hides in ((6, {"op": "host_access", "dur_us": 5000}), (0, kernel("f", 9000))):
