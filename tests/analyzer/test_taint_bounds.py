@@ -9,6 +9,8 @@ from hicache_obs.analyzer.taint import Taint
 from hicache_obs.findings import BlastRadius
 from hicache_obs.records import (
     Access,
+    Kernel,
+    Memcpy,
     Mode,
     OpId,
     PageAlloc,
@@ -124,3 +126,47 @@ def test_the_newest_of_many_new_owners_has_a_clean_page(between: int, monkeypatc
     for page, reached in ((5, False), (9, True)):
         text = f"F:w5 L:w5 {'h+9 ' * between}h+{page} F<L F:r5w6"
         assert ((0, 6) in fed(*History(text).records).blast_radius(PAIR).device_pages) == reached
+
+
+@pytest.mark.parametrize("swapped", [None, *range(2, 8)])
+def test_what_is_played_for_good_ends_where_the_device_was_between_two_operations(
+    swapped: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two neighbours in a long row may have run the other way round: they are not parted, and nothing is missed."""
+    starts = [100, 50, *range(200, 900, 100)]
+    if swapped is not None:
+        starts[swapped], starts[swapped + 1] = starts[swapped + 1], starts[swapped]
+    found = readers_of_a_raced_page(starts, monkeypatch)
+    assert found.device_pages == ((0, 5), *((0, 20 + number) for number in range(7)))
+    assert found.complete
+
+
+def test_one_that_ran_long_after_its_turn_makes_a_radius_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was played for good before others that ran before it."""
+    found = readers_of_a_raced_page([100, 50, 5000, *range(300, 900, 100)], monkeypatch)
+    assert not found.complete
+
+
+def readers_of_a_raced_page(starts: list[int], monkeypatch: pytest.MonkeyPatch) -> BlastRadius:
+    """A race on page 5; then rounds that each read it and write a page of their own, on streams of their own."""
+    monkeypatch.setattr(taint, "MAX_RECENT", 4)
+    readers = " ".join(f"{stream}:r5w{20 + number}" for number, stream in enumerate("STUVXYZ"))
+    analyzer = Analyzer(RecordingSink())
+    left = iter(starts)
+    for record in History(f"F:w5 L:w5 h<* {readers}").records:
+        analyzer.feed([record])
+        if isinstance(record, Kernel | Memcpy):
+            start_ns = next(left)
+            analyzer.feed([Times(record.op, MAIN, 0, start_ns, start_ns + 10)])
+    return analyzer.blast_radius(PAIR)
+
+
+@pytest.mark.parametrize(("fence", "complete"), [("", False), ("h<X", True)])
+def test_a_race_with_what_was_played_for_good_leaves_its_pages_in_doubt(
+    fence: str, complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another race had done to them too: the write may have come before the round that handed it on."""
+    monkeypatch.setattr(taint, "MAX_RECENT", 4)
+    between = " ".join(f"{stream}:w{30 + number}" for number, stream in enumerate("STUVZ"))
+    records = History(f"F:w5 L:w5 h<* X:r5w6 {between} {fence} Y:w5").records
+    assert fed(*records).blast_radius(PAIR).complete is complete
