@@ -409,8 +409,8 @@ def test_what_hides_the_copies_anyway() -> None:
         assert stalls(steps, layers=3) == []
     steps = layered(host_us=2400)
     assert [stall["at"] for stall in stalls([*steps[:6], kernel("f", 100), *steps[6:]], layers=3)] == ["s10"]
-    steps = layered(host_us=2400, dur_us=50)
-    assert [stall["at"] for stall in stalls(steps, layers=3)] == ["s9"]
+    for host_us, at in ((150, []), (300, ["s9"]), (2400, ["s9"])):  # 296 of 714 us, 596 of 1014, nearly all
+        assert [stall["at"] for stall in stalls(layered(host_us=host_us, dur_us=50), layers=3)] == at
 
 
 def test_copies_of_whole_pages_one_after_another() -> None:

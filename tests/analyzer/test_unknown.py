@@ -99,6 +99,25 @@ def test_shared_memory_makes_races_unknown(tmp_path: Path, capsys: pytest.Captur
         assert any("another process" in note for note in report["notes"]) == (code == 3)
 
 
+def test_private_pages_have_nothing_to_do_with_buffers_of_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither are they shared because a buffer is, nor do they hide that it is."""
+    pages = list(range(8))
+    for more, code in (({}, 0), ({"reads_buf": ["x"]}, 3)):
+        steps = [{"id": "s1", **kernel(writes=pages)}, {"id": "s2", **kernel(reads=pages, **more)}]
+        path = tmp_path / "buffer.json"
+        path.write_text(json.dumps({"steps": steps, "shared": {"buffers": ["x"]}}))
+        assert main(["check", "--json", str(path)]) == code
+        capsys.readouterr()
+
+
+def test_how_much_shared_memory_is_touched_is_counted() -> None:
+    analyzer = Analyzer(RecordingSink())
+    analyzer.feed(trace_of(kernel(writes=[5, 6]), kernel(reads=[6]), shared={"pools": ["kv"]}))
+    assert analyzer.totals.shared == 3
+
+
 def test_shared_host_pages_and_buffers() -> None:
     host = kernel(writes_host=[1]), kernel("b", writes_host=[1])
     buffers = kernel(writes_buf=["x"]), kernel("b", writes_buf=["x"])
