@@ -158,6 +158,8 @@ def test_a_kernel_that_may_start_early_is_in_doubt_with_the_one_before_it() -> N
     [
         RECORD,
         {"op": "event_wait", "event": "e", "stream": "a"},
+        {"op": "wait_stream", "waiter": "a", "on": "b"},
+        {"op": "wait_stream", "waiter": "b", "on": "a"},
         {"op": "memcpy", "kind": "h2d", "stream": "a", "device_pages": [9], "host_pages": [1]},
         {"op": "graph_replay", "graph": "g", "stream": "a"},
         kernel(writes=[9]),

@@ -106,6 +106,15 @@ def test_graph_agrees_with_brute_force(block: int) -> None:
         assert found == races(records, polled=True), f"seed {seed}"
 
 
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_thread_is_one_lane(calls: bool) -> None:
+    """And so is a stream: a witness has one column for each."""
+    for seed in range(30):
+        lanes = {item.lane for item in Graph(random_program(seed), calls=calls).items}
+        named = [lane[:2] for lane in lanes if lane[0] in ("thread", "stream")]
+        assert len(named) == len(set(named)) > 1
+
+
 def test_ordered_pairs_are_refused() -> None:
     """In random programs too: a pair that conflicts is a race or refused."""
     refused = 0
