@@ -109,10 +109,13 @@ def test_graph_agrees_with_brute_force(block: int) -> None:
 @pytest.mark.parametrize("calls", [False, True])
 def test_a_thread_is_one_lane(calls: bool) -> None:
     """And so is a stream: a witness has one column for each."""
+    seen = 0
     for seed in range(30):
         lanes = {item.lane for item in Graph(random_program(seed), calls=calls).items}
         named = [lane[:2] for lane in lanes if lane[0] in ("thread", "stream")]
-        assert len(named) == len(set(named)) > 1
+        assert len(named) == len(set(named))
+        seen += sum(lane[0] == "thread" for lane in named)
+    assert seen > 30
 
 
 def test_ordered_pairs_are_refused() -> None:
