@@ -115,7 +115,7 @@ def test_a_thread_is_one_lane(calls: bool) -> None:
         named = [lane[:2] for lane in lanes if lane[0] in ("thread", "stream")]
         assert len(named) == len(set(named))
         seen += sum(lane[0] == "thread" for lane in named)
-    assert seen > 30
+    assert seen > 10
 
 
 def test_ordered_pairs_are_refused() -> None:
