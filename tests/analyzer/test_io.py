@@ -9,7 +9,9 @@ import pytest
 
 from hicache_obs.analyzer import Analyzer, check
 from hicache_obs.analyzer.plan import plan
+from hicache_obs.findings import Proof
 from hicache_obs.readers.scenario import parse_scenario
+from hicache_obs.records import HostAccess, IoEnd, OpId
 from hicache_obs.testing import RecordingSink, races
 
 Step = dict[str, Any]
@@ -59,3 +61,17 @@ def test_ends_too_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     analyzer.feed(parse_scenario(json.dumps({"steps": numbered}).encode(), source="test"))
 
     assert sink.pairs == [(1, 6)]
+
+
+def test_the_end_of_what_never_began_is_no_order() -> None:
+    """Nor does it leave anything in doubt: nothing has been forgotten."""
+    steps = [{"id": f"s{number}", **step} for number, step in enumerate([BEGIN, USE], 1)]
+    records = list(parse_scenario(json.dumps({"steps": steps}).encode(), source="test"))
+    use = next(place for place, record in enumerate(records) if isinstance(record, HostAccess))
+    records.insert(use, IoEnd(OpId(50), records[use].thread, records[use].host_ns, 77))
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(records)
+    analyzer.finish()
+
+    assert [finding.proof for finding in sink.findings] == [Proof.NONE]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -28,12 +29,15 @@ from hicache_obs.records import (
     Kernel,
     Lost,
     Memcpy,
+    Mode,
     OpId,
     Purpose,
     StreamId,
     StreamKind,
     ThreadId,
     WaitStream,
+    device,
+    page_ids,
 )
 from hicache_obs.testing import RecordingSink
 from hicache_obs.testing.programs import random_program
@@ -259,3 +263,48 @@ def test_where_runs_are() -> None:
     assert not list(find_runs(records))
     restore = rounds.restore()
     assert [end - begin for begin, end in find_runs(restore)] == [2 * LAYERS, 2 * LAYERS]
+
+
+def test_both_runs_of_a_restore_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first two records of each: copies with their events, kernels with their waits."""
+    taken: list[int] = []
+    take = Runs.take
+
+    def counted(self: Runs, records: Sequence[AnyRecord], seq: int, changes: int) -> int:
+        taken.append(take(self, records, seq, changes))
+        return taken[-1]
+
+    monkeypatch.setattr(Runs, "take", counted)
+    rounds = Rounds(layers=LAYERS, pages=1024, restored_pages=16)
+    records = [*rounds.prologue(), *rounds.restore()]
+    told(records, len(records))
+    assert taken == [2 * LAYERS - 2, 2 * LAYERS - 2]
+
+
+def test_what_the_copies_waited_for_between_two_layers_is_followed() -> None:
+    """From the second layer on each event also covers another stream's work: the round that waits for it may go on."""
+    main, other, loads, forward = ThreadId(0), StreamId(0), StreamId(1), StreamId(2)
+    ids = count(1)
+
+    def head() -> tuple[OpId, ThreadId, int]:
+        op = OpId(next(ids))
+        return op, main, int(op)
+
+    used, restored = page_ids([7]), page_ids([5])
+    copied, read = (device(Mode.WRITE, restored),), (device(Mode.READ, restored),)
+    copies: list[AnyRecord] = []
+    rounds: list[AnyRecord] = []
+    for layer in range(LAYERS):
+        if layer == 1:
+            copies.append(WaitStream(*head(), loads, other))
+        copies.append(Memcpy(*head(), loads, 0, 1, 8, (layer, layer + 1), copied))
+        copies.append(EventRecord(*head(), EventId(layer), loads))
+        rounds.append(EventWait(*head(), EventId(layer), forward, Purpose.LAYER))
+        rounds.append(Kernel(*head(), forward, 0, 2, 0, (layer, layer + 1), read))
+    before = Kernel(*head(), other, 0, 3, 0, (LAYERS, LAYERS + 1), (device(Mode.WRITE, used),))
+    after = Kernel(*head(), forward, 0, 4, 0, (LAYERS, LAYERS + 1), (device(Mode.READ, used),))
+    records = [before, *copies, *rounds, after]
+    assert told(records, len(records)) == told(records, 1)
+    assert told(records, len(records))[0].pairs == []
+    unfenced = [record for record in records if type(record) is not WaitStream]
+    assert told(unfenced, len(unfenced))[0].pairs == [(before.op, after.op)]
