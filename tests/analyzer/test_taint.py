@@ -257,6 +257,17 @@ def test_a_round_that_also_reads_something_else_wrong_is_spoiled_as_a_whole() ->
     assert radius("F:w5 L:w5 h<*", both).requests == (1,)
 
 
+def test_a_row_that_went_wrong_stays_wrong_in_later_segments_of_its_round() -> None:
+    """Whatever they read themselves: what they compute comes from what the segments before have computed."""
+    pages = [page_ids([9]), page_ids([10])]
+    more = {"op": OpId(91), "accesses": (device(Mode.WRITE, page_ids([9, 10])),)}
+    later = msgspec.structs.replace(two_rows(), rows=pack_rows([1, 2], pages, [0, 0], [1, 1]), **more)
+    assert named(radius("F:w5 L:w5 h<*", two_rows(), later)) == "request 1 round 50 device 5,6,9"
+    assert named(radius("F:w7 L:w7 h<*", two_rows(), later)) == "request 2 round 50 device 7,8,10"
+    other = msgspec.structs.replace(later, group=51)
+    assert named(radius("F:w5 L:w5 h<*", two_rows(), other)) == "request 1 round 50 device 5,6"
+
+
 def test_a_fresh_page_is_not_read() -> None:
     """A row that only writes a page reads nothing there but its own."""
     assert named(radius("F:w6 L:w6 h<*", two_rows())) == "device 6"
