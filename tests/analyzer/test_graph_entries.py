@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_obs.analyzer import Analyzer
-from hicache_obs.findings import Hazard, Timing, Verdict
+from hicache_obs.findings import Cause, Hazard, Timing, Verdict
 from hicache_obs.records import (
     IN_ORDER,
     Access,
@@ -23,6 +23,7 @@ from hicache_obs.records import (
     TensorFree,
     ThreadId,
     Times,
+    WaitStream,
     page_ids,
 )
 from hicache_obs.testing import RecordingSink
@@ -84,3 +85,21 @@ def test_a_pair_is_named_by_what_was_freed_between_its_two_accesses(freed):
     ]
     (finding,) = analyse(records).findings
     assert finding.hazard is (Hazard.LIFETIME if freed == "before" else Hazard.METADATA_WAR)
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_fence_in_front_of_a_replay_protects_its_entries(replayed):
+    """It is not the one that the later write lacks; a fence with nothing behind it is."""
+    others = StreamId(3)
+    replay = [
+        GraphReplay(OpId(2), HOST, 0, 1, others, 0, 1, 1, (0, 1), ()),
+        GraphNode(OpId(3), HOST, 0, 0, IN_ORDER, None, (0, 1), buffer(Mode.READ)),
+    ]
+    records: list[AnyRecord] = [
+        Kernel(OpId(0), HOST, 0, ROUNDS, 0, 1, 0, (0, 1), buffer(Mode.READ)),
+        WaitStream(OpId(1), HOST, 0, others, ROUNDS),
+        *(replay if replayed else []),
+        Kernel(OpId(4), HOST, 1, FILLS, 0, 2, 0, (0, 1), buffer(Mode.WRITE)),
+    ]
+    found = {finding.earlier.op: finding.cause for finding in analyse(records).findings}
+    assert found[OpId(0)] is (Cause.MISSING_FENCE if replayed else Cause.WRONG_STREAM)
