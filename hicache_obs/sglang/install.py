@@ -23,6 +23,7 @@ from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.shorten import shorten
 from hicache_obs.sglang.table import CPU_ADAPTERS, CUDA_ADAPTERS, SGLANG_ADAPTERS, TENSOR_ADAPTERS
 from hicache_obs.sglang.versions import Version, parse_version
+from hicache_obs.streams.cuda_poller import become_poller
 from hicache_obs.streams.protocol import Device
 
 SCHEDULER_ENTRY: Final = "run_scheduler_process"
@@ -108,6 +109,7 @@ def install_sglang() -> Installed | None:
         reader=PageReader(_tensor_device, _pinned),
         ranks=lambda: _ranks(arguments),
         timing=_timing_device if _has_cuda() else None,
+        become_poller=become_poller if _has_cuda() else None,
         on_open=_on_open,
     )
     for hazard, reason in UNSEEN.items():

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Final, cast
 
+from hicache_obs.streams.cuda_driver import SUCCESS, driver_function
+
 _WAIT_GEQ: Final = 0
 """CU_STREAM_WAIT_VALUE_GEQ: go on once the word is at least the value."""
 
@@ -37,7 +39,7 @@ class Hold:
         if self._wait_value is not None:
             handle = ctypes.c_void_p(int(cast(Any, raw_stream).cuda_stream))
             address = ctypes.c_uint64(int(self._word.data_ptr()))
-            if self._wait_value(handle, address, ctypes.c_uint32(1), ctypes.c_uint(_WAIT_GEQ)) == 0:
+            if self._wait_value(handle, address, ctypes.c_uint32(1), ctypes.c_uint(_WAIT_GEQ)) == SUCCESS:
                 return
         module = cast(Any, self._module)
         with module.stream(raw_stream):
@@ -51,9 +53,6 @@ class Hold:
 
 def _driver_wait() -> Any:
     """The driver's ``cuStreamWaitValue32``; ``None`` without a driver that has it."""
-    try:
-        function = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_int
-    return function
+    return driver_function(
+        "cuStreamWaitValue32_v2", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+    )

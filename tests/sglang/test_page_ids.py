@@ -70,7 +70,8 @@ class Device:
         self.current = self.engines
         self.done = 0
 
-    def Stream(self):  # noqa: N802 torch's name
+    def Stream(self, *, priority):  # noqa: N802 torch's name
+        assert priority < 0  # an engine's are of priority 0, and torch gives one stream to many
         self.own = "own stream"
         return self.own
 
