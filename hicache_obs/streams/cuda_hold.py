@@ -6,6 +6,7 @@ Where the driver call is unavailable the hold is a fixed delay (``torch.cuda._sl
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any, Final, cast
 
 from hicache_obs.streams.cuda_driver import SUCCESS, driver_function
@@ -15,6 +16,19 @@ _WAIT_GEQ: Final = 0
 
 _SLEEP_CYCLES: Final = 400_000_000
 """About 0.2 s at 2 GHz: longer than a gate needs to be seen, short enough to bound a demo."""
+
+
+_SETTINGS: Final = {
+    "CUDA_MODULE_LOADING": "EAGER",  # a kernel that is loaded at its first launch may wait for all streams
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # streams that share a hardware queue stand behind a held one
+}
+"""What CUDA reads when it starts, so that a hold stops one stream and nobody else."""
+
+
+def prepare_holds() -> None:
+    """Settings without which a hold may stop more than its stream. Before CUDA starts; what is set already stays."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
 
 
 class Hold:
