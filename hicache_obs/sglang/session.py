@@ -129,6 +129,8 @@ class Session:
         """What is known of load-backs (``Submission``), and what keeps their keys' ids from becoming others'."""
         self.pairs: Final[dict[tuple[int, int], Any]] = {}
         """What is known of a host and a device pool that pages are copied between, by their ids."""
+        self.host_kinds: Final[set[type]] = set()
+        """Classes of host pools that are known to be hooked, or said not to be."""
         self.links: Any = None
         """The ``Links`` of this session, from its first linker on."""
         self.missing: Final[dict[Hazard, str]] = {}
