@@ -10,8 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import Any, Final, TypeAlias, cast
 
-from hicache_obs.config import read_text
+from hicache_obs.config import read_setting, read_text
 from hicache_obs.findings import Hazard
+from hicache_obs.recorder.ring_directory import open_ring_directory
 from hicache_obs.records import CaptureMode, Ranks
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.gpu_trace import start_gpu_trace
@@ -86,6 +87,7 @@ UNSEEN: Final = {
     Hazard.TP_DIVERGENCE: "collectives are not recorded",
 }
 """What no row records, or not all of it."""
+_NUMBERS: Final = ("ring_slots", "arena_ids", "read_ids", "link_gb_s")
 INSTALLED: Final[list[Installed]] = []
 """What ``install_sglang`` did in this process; empty, or one entry."""
 
@@ -94,12 +96,16 @@ def install_sglang() -> Installed | None:
     """Hook SGLang through its own registry, if this process is to be observed.
 
     Raises:
-        ConfigError: A setting has a value that is not allowed.
+        ConfigError: A setting has a value that is not allowed, or rings cannot be written where they are to be.
     """
     mode = read_text("mode")[0]
     frame = _scheduler_frame()
     if mode == "off" or INSTALLED or (frame is None and read_text("processes")[0] == "scheduler"):
         return None
+    for name in _NUMBERS:  # now, and not when the first of them is needed: by then nobody looks at the log
+        read_setting(name)
+    read_text("agent")
+    open_ring_directory()
     text = sglang_version()
     session = Session(
         f"SGLang {text}",
