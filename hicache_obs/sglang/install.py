@@ -263,7 +263,9 @@ def _tensor_device() -> Any:
 def _pinned(ids: int) -> Any:
     import torch
 
-    return torch.empty(ids, dtype=torch.int64, pin_memory=True)
+    # A tensor that is made in inference mode can be written in that mode only, and not every thread of a server is in it.
+    with torch.inference_mode(False):
+        return torch.empty(ids, dtype=torch.int64, pin_memory=True)
 
 
 def _has_cuda() -> bool:
