@@ -263,7 +263,7 @@ def _tensor_device() -> Any:
 def _pinned(ids: int) -> Any:
     import torch
 
-    # A tensor that is made in inference mode can be written in that mode only, and not every thread of a server is in it.
+    # One that is made in inference mode can be written in that mode only; not every thread of a server is in it.
     with torch.inference_mode(False):
         return torch.empty(ids, dtype=torch.int64, pin_memory=True)
 

@@ -40,9 +40,7 @@ def start_agent() -> None:
             env=environment,
         )
         # Somebody has to collect it when it ends before this process does.
-        threading.Thread(
-            target=_collect, args=(process, directory), name="hicache-obs-agent-wait", daemon=True
-        ).start()
+        threading.Thread(target=_collect, args=(process, directory), name="hicache-obs-agent-wait", daemon=True).start()
     except Exception as error:  # noqa: BLE001 the server comes first
         _LOG.warning("hicache-obs: the agent was not started: %s", error)
 

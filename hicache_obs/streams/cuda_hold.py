@@ -67,6 +67,4 @@ class Hold:
 
 def _driver_wait() -> Any:
     """The driver's ``cuStreamWaitValue32``; ``None`` without a driver that has it."""
-    return driver_function(
-        "cuStreamWaitValue32_v2", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
-    )
+    return driver_function("cuStreamWaitValue32_v2", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)

@@ -1,7 +1,7 @@
 """Proves the GPU code on a machine with a GPU: ``make gpu-check``, at most four minutes, no installs.
 
-Needs torch (one whose events may be external) with CUDA, numpy, pyarrow, click, rich and prometheus-client; nvtx, msgspec,
-jsonschema and opentelemetry are optional. Prints one line per check and one JSON object; exit code 0 only if
+Needs torch (one whose events may be external) with CUDA, numpy, pyarrow, click, rich and prometheus-client; nvtx,
+msgspec, jsonschema and opentelemetry are optional. Prints one line per check and one JSON object; exit code 0 only if
 every check passed. ``--json FILE`` keeps the object (docs/gpu/ has those of earlier runs), as far as it got. A check
 that hangs ends the program before the four minutes are over, with every thread's traceback.
 """

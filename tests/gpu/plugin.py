@@ -273,7 +273,7 @@ def cost(machine: Machine, rounds: int = 200) -> dict[str, Any]:
 
 
 def captures() -> dict[str, Any]:
-    """A graph is captured in torch's default mode while the recorder asks for events: neither minds. Needs torch.cuda."""
+    """A graph is captured in torch's default mode while the recorder asks for events; neither minds. Needs CUDA."""
     machine, ticks = cuda_machine(), 3
     numbers = torch.zeros(4, device=machine.tensors)
     numbers.add_(1)

@@ -76,7 +76,7 @@ def test_a_server_goes_on_without_it(monkeypatch, started, caplog):
 
 @pytest.mark.parametrize(("code", "another", "told"), [(2, False, True), (0, False, False), (2, True, False)])
 def test_an_agent_that_ends_by_itself_is_told_of(started, tmp_path, caplog, code, another, told):
-    """Its output goes nowhere: a port that is taken would be no word in any log. Two that start at once are no fault."""
+    """Its output goes nowhere: a port that is taken would be in no log. Two that start at once are no fault."""
     directory = tmp_path / "rings"
     directory.mkdir(mode=0o700)
     with closing(AgentLock(directory)) if another else nullcontext():

@@ -87,7 +87,6 @@ def begun(tmp_path, monkeypatch):
         session.close()
 
 
-
 def test_the_thread_takes_the_servers_device_before_it_asks_for_the_first_event(begun):
     log = []
     _, asked = begun(lambda index: log.append((index, threading.current_thread().name)), log)
