@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -51,6 +51,7 @@ class Way:
         how: How the verdict was checked.
         without: What may happen without the edge.
         patch: The one line that adds it.
+        coarse: What orders it without that edge where the schedule stream waits for whole rounds and for nothing less.
         needs: What a release must have for that line to be one: the stream it names, handed to where it stands. In a
             release without it the patch is ``COARSE``.
         sure: Whether a missing probe proves that there is no edge; where nothing was run it does not.
@@ -64,6 +65,7 @@ class Way:
     without: str = ""
     patch: str = ""
     needs: Probe | None = None
+    coarse: str = ""
     sure: bool = True
 
 
@@ -114,6 +116,7 @@ _WRITE: Final = "self.l2_transfer_engine.device_to_host_stream.wait_stream(self.
 _LOAD_HANDED: Final = Probe(_SCHEDULER, "", r"load_fence_stream = ")
 _WRITE_HANDED: Final = Probe(_SCHEDULER, "", r"write_fence_stream = ")
 _LINKER_HANDED: Final = Probe(_LINKER, "UnifiedCacheLinker", r"self\.forward_stream")
+_BEHIND_ROUND: Final = "the start event, on the schedule stream, which has waited for the whole round in flight"
 COARSE: Final = (
     "self.schedule_stream.wait_stream(self.forward_stream)"
     "  # in Scheduler.event_loop_overlap, right behind self.run_batch(batch)"
@@ -165,6 +168,7 @@ PATHS: Final = (
         "a decode round that still writes pages freed under it overwrites the prefix loaded into them",
         _LOAD,
         _LOAD_HANDED,
+        _BEHIND_ROUND,
     ),
     Way(
         "load-back, hybrid controller",
@@ -175,6 +179,7 @@ PATHS: Final = (
         "as load-back",
         _LOAD,
         _LOAD_HANDED,
+        _BEHIND_ROUND,
     ),
     Way(
         "write-back",
@@ -263,6 +268,10 @@ PATHS: Final = (
 )
 
 
+_FINE_BARRIER: Final = Probe(_SCHEDULER, "Scheduler._apply_war_barrier", r"wait_event\(")
+_COARSE_BARRIER: Final = Probe(_SCHEDULER, "", r"schedule_stream\.wait_stream\(\s*self\.forward_stream")
+
+
 def audit(source: Path) -> list[Audited]:
     """Judge every path of the release whose package folder (``.../sglang``) is ``source``."""
     return [_judge(source / "srt", path) for path in PATHS]
@@ -271,10 +280,10 @@ def audit(source: Path) -> list[Audited]:
 def barrier(source: Path) -> str:
     """What makes the schedule stream wait for a forward round in this release, in words."""
     srt = source / "srt"
-    fine = _find(srt, Probe(_SCHEDULER, "Scheduler._apply_war_barrier", r"wait_event\("))
+    fine = _find(srt, _FINE_BARRIER)
     if fine is not None:
         return f"the read-done event where a round publishes one, else the whole round ({fine})"
-    coarse = _find(srt, Probe(_SCHEDULER, "", r"schedule_stream\.wait_stream\(\s*self\.forward_stream"))
+    coarse = _find(srt, _COARSE_BARRIER)
     return "nothing" if coarse is None else f"the whole round ({coarse})"
 
 
@@ -299,6 +308,9 @@ def _judge(srt: Path, path: Way) -> Audited:
         return Audited(path, Verdict.ORDERED, where)
     if not path.sure:
         return Audited(path, Verdict.UNDECIDED, where)
+    behind = _find(srt, _COARSE_BARRIER) if path.coarse and _find(srt, _FINE_BARRIER) is None else None
+    if behind is not None:
+        return Audited(replace(path, edge=path.coarse), Verdict.ORDERED, (place, behind))
     handed = path.needs is None or _find(srt, path.needs) is not None
     return Audited(path, Verdict.RACE, where, path.patch if handed else COARSE)
 

@@ -82,6 +82,22 @@ def test_the_line_names_only_what_the_release_has_there(release, missing, path):
     assert (race.path.path, race.patch) == (path, COARSE)
 
 
+@pytest.mark.parametrize(
+    ("wait", "verdict"),
+    [
+        ("wait_stream(self.forward_stream)", Verdict.ORDERED),
+        ("wait_event(event)", Verdict.RACE),
+        ("query()", Verdict.RACE),
+    ],
+)
+def test_a_load_behind_a_barrier_for_whole_rounds_needs_no_fence(release, wait, verdict):
+    """As in 0.5.13. A write-back is launched after the next round, which the barrier has not met yet."""
+    found = {one.path.path: one for one in audit(release(load="pass", write="pass", wait=wait))}
+    assert found["load-back"].verdict is verdict
+    assert found["write-back"].verdict is Verdict.RACE
+    assert ("the whole round in flight" in found["load-back"].path.edge) is (verdict is Verdict.ORDERED)
+
+
 OFFLOAD = """
 class {owner}:
     def offload(self, transfers):
