@@ -191,6 +191,11 @@ class GraphRunner(PatternRunner):
         self.loads_awaited = 0
         self._graphs: dict[Shape, _Captured] = {}
 
+    def prepare(self, batch: ForwardBatch) -> None:
+        """See ``ModelRunner.prepare``: a capture waits for the whole device."""
+        if _replayable(batch):
+            self._captured(batch)
+
     def forward(
         self,
         batch: ForwardBatch,
@@ -199,7 +204,7 @@ class GraphRunner(PatternRunner):
         read_metadata: Callable[[ForwardBatch, LaunchedRound], None] | None = None,
     ) -> RoundResult:
         """See ``ModelRunner.forward``. A replay reads its own inputs, not the metadata that the rounds share."""
-        if not batch.rows or (batch.new_lens != 1).any():
+        if not _replayable(batch):
             return super().forward(batch, layer_wait=layer_wait, read_metadata=read_metadata)
         self._accept(batch)
         captured = self._captured(batch)
@@ -268,6 +273,11 @@ class GraphRunner(PatternRunner):
             entries = [work.read_inputs, None, *(partial(work.run, layer, layer + 1) for layer in layers)]
             known = self._graphs[shape] = _Captured(work, self.device.capture(len(self._graphs), entries))
         return known
+
+
+def _replayable(batch: ForwardBatch) -> bool:
+    """Whether every row adds one token."""
+    return batch.rows > 0 and bool((batch.new_lens == 1).all())
 
 
 def _copy(to: torch.Tensor, by: torch.Tensor) -> None:

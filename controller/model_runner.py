@@ -221,6 +221,9 @@ class ModelRunner(ABC):
         self.set_up()
         synchronize(self.token_buffer.device)
 
+    def prepare(self, batch: ForwardBatch) -> None:  # noqa: B027 most runners have nothing to prepare
+        """Do what may block until the device is idle, before ``forward`` and before anything is held for the round."""
+
     def forward(
         self,
         batch: ForwardBatch,

@@ -480,6 +480,7 @@ class Scheduler:
     # -- rounds ------------------------------------------------------------------------------------------------
 
     def _launch(self, batch: ForwardBatch, rows: Sequence[PrefillRow], ticket: Ticket | None) -> _Launched:
+        self.runner.prepare(batch)
         if self.before_launch is not None:
             self.before_launch()
         if self.metadata is not None:

@@ -70,3 +70,15 @@ def test_doctor_shows_all_that_is_wrong_with_the_environment(monkeypatch, capsys
         "  HICACHE_OBS_JOURNALS is set in the environment and is no setting; did you mean HICACHE_OBS_JOURNAL?" in lines
     )
     assert "Blind spots" in lines
+
+
+@pytest.mark.parametrize(("mode", "told"), [(0o777, True), (0o700, False)])
+def test_doctor_says_that_rings_cannot_be_written_where_they_are_to_be(monkeypatch, capsys, tmp_path, mode, told):
+    folder = tmp_path / "rings"
+    folder.mkdir()
+    folder.chmod(mode)
+    monkeypatch.setenv("HICACHE_OBS", "observe")
+    monkeypatch.setenv("HICACHE_OBS_DIR", str(folder))
+    main(["doctor"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert (f"nothing will be recorded: ring directory {folder}: others may write to it" in text) is told

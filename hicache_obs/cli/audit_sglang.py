@@ -56,7 +56,7 @@ def _lines(audited: Audited) -> list[str]:
     if verdict is Verdict.ABSENT:
         return lines
     if verdict is Verdict.RACE:
-        lines += [f"    missing: {path.edge}", f"    without it: {path.without}", f"    patch: {path.patch}"]
+        lines += [f"    missing: {path.edge}", f"    without it: {path.without}", f"    patch: {audited.patch}"]
     else:
         lines.append(f"    by {path.edge}")
     return [*lines, f"    known: {path.how}", f"    at {', '.join(audited.where)}"]
@@ -72,5 +72,5 @@ def _as_json(audited: Audited) -> dict[str, object]:
         "known": path.how,
         "where": list(audited.where),
         "without": path.without if race else None,
-        "patch": path.patch if race else None,
+        "patch": audited.patch if race else None,
     }

@@ -310,9 +310,12 @@ def build_options(
 
     from hicache_obs.cli.demo_run import DemoOptions
     from hicache_obs.controller.engine import EngineConfig
+    from hicache_obs.streams.cuda_hold import prepare_holds
 
     policies = policies or DemoPolicies()
     torch.set_num_threads(1)  # the workers of the threads device are the parallelism
+    if device in ("auto", "cuda"):
+        prepare_holds()  # to ask for a device starts CUDA
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "threads"
     engine = EngineConfig(

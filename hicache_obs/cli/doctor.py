@@ -14,9 +14,10 @@ import click
 
 from hicache_obs import __version__
 from hicache_obs.cli.layout import fit
-from hicache_obs.config import SETTINGS, Setting, TextSetting, read_any
+from hicache_obs.config import SETTINGS, Setting, TextSetting, read_any, read_text
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import ExitCode
+from hicache_obs.recorder.ring_directory import open_ring_directory
 
 PACKAGES: Final = ("torch", "numpy", "nvtx", "pyarrow", "prometheus-client", "opentelemetry-sdk", "msgspec")
 
@@ -108,6 +109,11 @@ def _sglang() -> Iterator[str]:
         yield f"SGLANG_PLUGINS={allowed} leaves hicache_obs out: nothing will be recorded"
     if os.environ.get("HICACHE_OBS", "off") == "off":
         yield "HICACHE_OBS is off: the plugin does nothing"
+    elif os.path.lexists(read_text("ring_dir")[0]):
+        try:
+            open_ring_directory(create=False)
+        except ConfigError as error:
+            yield f"nothing will be recorded: {error}"
 
 
 def _blind_spots() -> Iterator[str]:

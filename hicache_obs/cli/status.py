@@ -158,7 +158,10 @@ def show(folder: Path, rows: Sequence[RingRow]) -> None:
     if not rows:
         over = len(list_rings(folder / FINISHED)) if (folder / FINISHED).is_dir() else 0
         read = f"; {over} of ended processes, read to their end, in {folder / FINISHED}" if over else ""
-        click.echo(f"no such ring in {folder}{read}")
+        if list_rings(folder):
+            click.echo(f"no such ring in {folder}{read}")
+        else:
+            click.echo(f"no ring in {folder}{read}; a process makes its ring when it first uses its cache")
         return
     table = [HEADINGS, *(row.cells() for row in rows)]
     whole = [cells for cells in table if len(cells) == len(HEADINGS)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -51,6 +51,9 @@ class Way:
         how: How the verdict was checked.
         without: What may happen without the edge.
         patch: The one line that adds it.
+        coarse: What orders it without that edge where the schedule stream waits for whole rounds and for nothing less.
+        needs: What a release must have for that line to be one: the stream it names, handed to where it stands. In a
+            release without it the patch is ``COARSE``.
         sure: Whether a missing probe proves that there is no edge; where nothing was run it does not.
     """
 
@@ -61,16 +64,24 @@ class Way:
     how: str
     without: str = ""
     patch: str = ""
+    needs: Probe | None = None
+    coarse: str = ""
     sure: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The verdict on one path. ``where`` names ``file:line`` of the path and of every part of its edge."""
+    """The verdict on one path.
+
+    Attributes:
+        where: ``file:line`` of the path and of every part of its edge.
+        patch: The line that adds the edge in this release; empty unless it is a race.
+    """
 
     path: Way
     verdict: Verdict
     where: tuple[str, ...]
+    patch: str = ""
 
 
 _CONTROLLER: Final = ("managers/cache_controller.py",)
@@ -102,6 +113,18 @@ _LOAD: Final = "self.l2_transfer_engine.host_to_device_stream.wait_stream(self.l
 _WRITE: Final = "self.l2_transfer_engine.device_to_host_stream.wait_stream(self.write_fence_stream)"
 
 
+_LOAD_HANDED: Final = Probe(_SCHEDULER, "", r"load_fence_stream = ")
+_WRITE_HANDED: Final = Probe(_SCHEDULER, "", r"write_fence_stream = ")
+_LINKER_HANDED: Final = Probe(_LINKER, "UnifiedCacheLinker", r"self\.forward_stream")
+_BEHIND_ROUND: Final = "the start event, on the schedule stream, which has waited for the whole round in flight"
+COARSE: Final = (
+    "self.schedule_stream.wait_stream(self.forward_stream)"
+    "  # in Scheduler.event_loop_overlap, right behind self.run_batch(batch)"
+)
+"""Where nobody but the scheduler has the forward stream. Each transfer waits for an event of the schedule stream that
+is recorded later; the next round's preparation on that stream waits too, which costs overlap."""
+
+
 def _linker_ways(name: str, owner: str, files: tuple[str, ...]) -> tuple[Way, Way]:
     """Both ways of one linker, the class ``owner`` in ``files``."""
     how = f"run: make test-sglang, {name}'s linker over a stand-in of its store"
@@ -117,6 +140,7 @@ def _linker_ways(name: str, owner: str, files: tuple[str, ...]) -> tuple[Way, Wa
             how,
             "the linker reads pages that a round in flight still writes",
             "kv_written.record(self.forward_stream)",
+            _LINKER_HANDED,
         ),
         Way(
             f"{name}'s linker, load",
@@ -126,6 +150,7 @@ def _linker_ways(name: str, owner: str, files: tuple[str, ...]) -> tuple[Way, Wa
             how,
             "a round in flight overwrites what is loaded into pages that were freed under it",
             "device_module.current_stream().wait_stream(self.forward_stream)",
+            _LINKER_HANDED,
         ),
     )
 
@@ -137,11 +162,13 @@ PATHS: Final = (
         "the load stream waits for the forward stream, which Scheduler.__init__ hands to the controller",
         (
             Probe(_CONTROLLER, "HiCacheController.start_loading", r"wait_stream\(\s*self\.load_fence_stream"),
-            Probe(_SCHEDULER, "", r"load_fence_stream = "),
+            _LOAD_HANDED,
         ),
         _RUN,
         "a decode round that still writes pages freed under it overwrites the prefix loaded into them",
         _LOAD,
+        _LOAD_HANDED,
+        _BEHIND_ROUND,
     ),
     Way(
         "load-back, hybrid controller",
@@ -151,6 +178,8 @@ PATHS: Final = (
         "read; the same scenario on the base controller of these releases is run",
         "as load-back",
         _LOAD,
+        _LOAD_HANDED,
+        _BEHIND_ROUND,
     ),
     Way(
         "write-back",
@@ -158,11 +187,12 @@ PATHS: Final = (
         "the write stream waits for the forward stream, which Scheduler.__init__ hands to the controller",
         (
             Probe(_CONTROLLER, "HiCacheController.start_writing", r"wait_stream\(\s*self\.write_fence_stream"),
-            Probe(_SCHEDULER, "", r"write_fence_stream = "),
+            _WRITE_HANDED,
         ),
         _RUN,
         "the host copy of a finished request lacks its last token's KV, which the round in flight writes",
         _WRITE,
+        _WRITE_HANDED,
     ),
     Way(
         "retraction, backup",
@@ -238,6 +268,10 @@ PATHS: Final = (
 )
 
 
+_FINE_BARRIER: Final = Probe(_SCHEDULER, "Scheduler._apply_war_barrier", r"wait_event\(")
+_COARSE_BARRIER: Final = Probe(_SCHEDULER, "", r"schedule_stream\.wait_stream\(\s*self\.forward_stream")
+
+
 def audit(source: Path) -> list[Audited]:
     """Judge every path of the release whose package folder (``.../sglang``) is ``source``."""
     return [_judge(source / "srt", path) for path in PATHS]
@@ -246,10 +280,10 @@ def audit(source: Path) -> list[Audited]:
 def barrier(source: Path) -> str:
     """What makes the schedule stream wait for a forward round in this release, in words."""
     srt = source / "srt"
-    fine = _find(srt, Probe(_SCHEDULER, "Scheduler._apply_war_barrier", r"wait_event\("))
+    fine = _find(srt, _FINE_BARRIER)
     if fine is not None:
         return f"the read-done event where a round publishes one, else the whole round ({fine})"
-    coarse = _find(srt, Probe(_SCHEDULER, "", r"schedule_stream\.wait_stream\(\s*self\.forward_stream"))
+    coarse = _find(srt, _COARSE_BARRIER)
     return "nothing" if coarse is None else f"the whole round ({coarse})"
 
 
@@ -272,7 +306,13 @@ def _judge(srt: Path, path: Way) -> Audited:
         return Audited(path, Verdict.UNDECIDED, where)
     if None not in found:
         return Audited(path, Verdict.ORDERED, where)
-    return Audited(path, Verdict.RACE if path.sure else Verdict.UNDECIDED, where)
+    if not path.sure:
+        return Audited(path, Verdict.UNDECIDED, where)
+    behind = _find(srt, _COARSE_BARRIER) if path.coarse and _find(srt, _FINE_BARRIER) is None else None
+    if behind is not None:
+        return Audited(replace(path, edge=path.coarse), Verdict.ORDERED, (place, behind))
+    handed = path.needs is None or _find(srt, path.needs) is not None
+    return Audited(path, Verdict.RACE, where, path.patch if handed else COARSE)
 
 
 def _find(srt: Path, probe: Probe) -> str | None:

@@ -226,9 +226,11 @@ FORWARD_ADAPTERS: Final = (
         "eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner", "replay", Versions("0.5.11", "0.5.14")
     ),
     _draft("eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner", "execute", Versions("0.5.14")),
+    _draft("frozen_kv_mtp_cuda_graph_runner.FrozenKVMTPCudaGraphRunner", "replay", Versions("0.5.12", "0.5.14")),
     _draft("frozen_kv_mtp_cuda_graph_runner.FrozenKVMTPCudaGraphRunner", "execute", Versions("0.5.14")),
-    _draft(f"{_MULTI}.MultiLayerEagleDraftExtendCudaGraphRunner", "execute", Versions("0.5.14", "0.5.18")),
+    _draft(f"{_MULTI}.MultiLayerEagleDraftExtendCudaGraphRunner", "replay", Versions("0.5.11", "0.5.14")),
+    _draft(f"{_MULTI}.MultiLayerEagleDraftExtendCudaGraphRunner", "execute", Versions("0.5.14", "0.5.15")),
     Adapter(f"{_STEPS}.prepare", Versions("0.5.15"), after=_after_prepare, optional=True),
     _steps(_STEPS, Versions("0.5.15")),
-    _steps(_ONE_GRAPH, Versions("0.5.15")),
+    _steps(_ONE_GRAPH, Versions("0.5.16")),
 )

@@ -10,8 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import Any, Final, TypeAlias, cast
 
-from hicache_obs.config import read_text
+from hicache_obs.config import read_setting, read_text
 from hicache_obs.findings import Hazard
+from hicache_obs.recorder.ring_directory import open_ring_directory
 from hicache_obs.records import CaptureMode, Ranks
 from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.gpu_trace import start_gpu_trace
@@ -23,6 +24,7 @@ from hicache_obs.sglang.session import Session
 from hicache_obs.sglang.shorten import shorten
 from hicache_obs.sglang.table import CPU_ADAPTERS, CUDA_ADAPTERS, SGLANG_ADAPTERS, TENSOR_ADAPTERS
 from hicache_obs.sglang.versions import Version, parse_version
+from hicache_obs.streams.cuda_poller import become_poller
 from hicache_obs.streams.protocol import Device
 
 SCHEDULER_ENTRY: Final = "run_scheduler_process"
@@ -85,6 +87,7 @@ UNSEEN: Final = {
     Hazard.TP_DIVERGENCE: "collectives are not recorded",
 }
 """What no row records, or not all of it."""
+_NUMBERS: Final = ("ring_slots", "arena_ids", "read_ids", "link_gb_s")
 INSTALLED: Final[list[Installed]] = []
 """What ``install_sglang`` did in this process; empty, or one entry."""
 
@@ -93,12 +96,16 @@ def install_sglang() -> Installed | None:
     """Hook SGLang through its own registry, if this process is to be observed.
 
     Raises:
-        ConfigError: A setting has a value that is not allowed.
+        ConfigError: A setting has a value that is not allowed, or rings cannot be written where they are to be.
     """
     mode = read_text("mode")[0]
     frame = _scheduler_frame()
     if mode == "off" or INSTALLED or (frame is None and read_text("processes")[0] == "scheduler"):
         return None
+    for name in _NUMBERS:  # now, and not when the first of them is needed: by then nobody looks at the log
+        read_setting(name)
+    read_text("agent")
+    open_ring_directory()
     text = sglang_version()
     session = Session(
         f"SGLang {text}",
@@ -108,6 +115,7 @@ def install_sglang() -> Installed | None:
         reader=PageReader(_tensor_device, _pinned),
         ranks=lambda: _ranks(arguments),
         timing=_timing_device if _has_cuda() else None,
+        become_poller=become_poller if _has_cuda() else None,
         on_open=_on_open,
     )
     for hazard, reason in UNSEEN.items():
@@ -255,7 +263,9 @@ def _tensor_device() -> Any:
 def _pinned(ids: int) -> Any:
     import torch
 
-    return torch.empty(ids, dtype=torch.int64, pin_memory=True)
+    # One that is made in inference mode can be written in that mode only; not every thread of a server is in it.
+    with torch.inference_mode(False):
+        return torch.empty(ids, dtype=torch.int64, pin_memory=True)
 
 
 def _has_cuda() -> bool:

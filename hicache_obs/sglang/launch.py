@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Final
 
 from hicache_obs import __version__
@@ -39,9 +40,21 @@ def start_agent() -> None:
             env=environment,
         )
         # Somebody has to collect it when it ends before this process does.
-        threading.Thread(target=process.wait, name="hicache-obs-agent-wait", daemon=True).start()
+        threading.Thread(target=_collect, args=(process, directory), name="hicache-obs-agent-wait", daemon=True).start()
     except Exception as error:  # noqa: BLE001 the server comes first
         _LOG.warning("hicache-obs: the agent was not started: %s", error)
+
+
+def _collect(process: subprocess.Popen[bytes], directory: Path) -> None:
+    """Wait for the agent's end; one that failed, and not because another one runs, is told of."""
+    code = process.wait()
+    if code and not running_agent(directory):
+        _LOG.warning(
+            "hicache-obs: the agent ended with exit code %d and nobody reads the rings; "
+            "'hicache-obs agent --dir %s' in this environment says why",
+            code,
+            directory,
+        )
 
 
 def _compare(agent: dict[str, str]) -> None:

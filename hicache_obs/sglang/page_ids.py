@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hicache_obs._struct import Struct
 from hicache_obs.recorder.hold_back import late
 from hicache_obs.records import PageIds, slot_list_head
+from hicache_obs.streams.cuda_module import OWN_PRIORITY
 
 DEFAULT_RING_IDS: Final = 1 << 20
 _MAX_VIEWS: Final = 64
@@ -103,7 +104,7 @@ class LookUpRows(Struct, frozen=True, eq=False, gc=False):
 class TensorDevice(Protocol):
     """The part of a torch device module that copies need; ``torch.cuda`` has it."""
 
-    def Stream(self) -> Any: ...  # noqa: N802 torch's name
+    def Stream(self, *, priority: int) -> Any: ...  # noqa: N802 torch's name
 
     def Event(self) -> Any: ...  # noqa: N802 torch's name
 
@@ -217,6 +218,8 @@ class PageReader:
         self.on_late: Callable[[], None] = lambda: None
         """Called before ids that come late are handed out."""
         self._size = ring_ids
+        self.device_index: int | None = None
+        """Of the device that tensors are copied from, once one is."""
         self._ring: Any = None
         self._stream: Any = None
         self._lock = threading.Lock()
@@ -271,7 +274,8 @@ class PageReader:
         device = self._device()
         if self._stream is None:
             self._ring = self._pinned(self._size)
-            self._stream = device.Stream()
+            self._stream = device.Stream(priority=OWN_PRIORITY)
+            self.device_index = getattr(self._stream, "device_index", None)
         starts = self._places([one.tensor.numel() if one.derive is None else one.count for one in wanted])
         if starts is None:
             return None

@@ -20,4 +20,7 @@ def register() -> None:
 
         install_sglang()
     except Exception as error:  # the server comes first
-        logging.getLogger("hicache_obs.sglang").error("hicache-obs: not installed: %s", error, exc_info=error)
+        wrong_value = type(error).__name__ == "ConfigError"  # which says it all, and may not even be importable
+        logging.getLogger("hicache_obs.sglang").error(
+            "hicache-obs: not installed: %s", error, exc_info=None if wrong_value else error
+        )

@@ -97,6 +97,7 @@ class Session:
         reader: Reads index tensors.
         ranks: Asked once, when the ring is made.
         timing: Gives the device whose event pairs time rounds, fences and copies; asked until there is one.
+        become_poller: Called once by the thread that asks for events, with their device, before it asks for the first.
         on_open: Called with the session once the ring exists.
     """
 
@@ -111,6 +112,7 @@ class Session:
         reader: PageReader | None = None,
         ranks: Callable[[], Ranks] = Ranks,
         timing: Callable[[], Device | None] | None = None,
+        become_poller: Callable[[int], None] | None = None,
         on_open: Callable[[Session], None] = lambda session: None,
     ) -> None:
         self.engine: Final = engine
@@ -127,6 +129,8 @@ class Session:
         """What is known of load-backs (``Submission``), and what keeps their keys' ids from becoming others'."""
         self.pairs: Final[dict[tuple[int, int], Any]] = {}
         """What is known of a host and a device pool that pages are copied between, by their ids."""
+        self.host_kinds: Final[set[type]] = set()
+        """Classes of host pools that are known to be hooked, or said not to be."""
         self.links: Any = None
         """The ``Links`` of this session, from its first linker on."""
         self.missing: Final[dict[Hazard, str]] = {}
@@ -146,6 +150,9 @@ class Session:
         self.timed: Final = timing is not None
         """Whether anything is measured at all."""
         self._clock: Device | None = None
+        self._become_poller = become_poller
+        self._timed_on: int | None = None
+        """Index of the device that is measured, once something is."""
         self._on_open = on_open
         self._lock = threading.RLock()
         self._off = False
@@ -224,6 +231,7 @@ class Session:
         with self.quietly():
             if self._clock is None:
                 self._clock = self._timing()
+                self._timed_on = getattr(stream, "device_index", None)
             if self._clock is None:
                 return None
             probe = self._clock.probe()
@@ -447,14 +455,31 @@ class Session:
         assert recorder is not None
         assert ring is not None
         self.lanes.lane.in_stream_call = True  # this thread's event queries are our own
-        stated = 0
+        stated, may_poll = 0, self._become_poller is None
         while ring.writable and not self._off:
             time.sleep(FLUSH_S)
-            sink.flush()
-            recorder.resolve()
+            may_poll = may_poll or self._may_poll()
+            if may_poll:
+                sink.flush()
+                recorder.resolve()
+            else:
+                sink.beat(time.monotonic_ns())
             if self.counters.calls != stated and ring.mode is not CaptureMode.OFF:
                 stated = self.counters.calls
                 self._state_counters()
+
+    def _may_poll(self) -> bool:
+        """Whether the calling thread may ask for events: there are some, and it has become a poller of theirs."""
+        reader = self._reader
+        index = self._timed_on if self._timed_on is not None or reader is None else reader.device_index
+        if index is None or self._become_poller is None:
+            return False
+        try:
+            self._become_poller(index)
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            self._switch_off(f"{type(error).__name__}: {error}")
+            return False
+        return True
 
     def _name_stream(self, handle: int, role: str, *, legacy: bool) -> Stream:
         kind = StreamKind.LEGACY if legacy else StreamKind.NONBLOCKING

@@ -15,6 +15,7 @@ from hicache_obs.recorder.batch import Batch, Measured
 from hicache_obs.recorder.lane import Lane
 from hicache_obs.records import ALL_LAYERS, Access, Direction, Mode, PageIds, Purpose, SlotAccess, Space, Work
 from hicache_obs.sglang.adapter import Adapter
+from hicache_obs.sglang.blind_spots import state_own_copies
 from hicache_obs.sglang.copy_check import CopyCheck
 from hicache_obs.sglang.fences import add_load_fence, add_write_fence
 from hicache_obs.sglang.guard import Around, Guard, hooked_here
@@ -59,6 +60,7 @@ def _before_start_loading(session: Session, controller: Any) -> tuple[str | None
         session.stream(stream, LOAD_BACK)
         session.stream(session.raw_current_stream(), "schedule")
         session.local.purpose = Purpose.LOAD_FENCE
+        _know_host_pools(session, controller)
         _know_layers(session, controller)
         if session.enforcing and getattr(controller, "load_fence_stream", None) is None:
             add_load_fence(session, stream)
@@ -73,6 +75,7 @@ def _before_start_writing(session: Session, controller: Any) -> tuple[str | None
         stream = write_stream(controller)
         session.stream(stream, WRITE_BACK)
         session.local.purpose = Purpose.WRITE_FENCE
+        _know_host_pools(session, controller)
         if session.enforcing and getattr(controller, "write_fence_stream", None) is None:
             add_write_fence(session, stream)
     return outer, purpose
@@ -80,6 +83,14 @@ def _before_start_writing(session: Session, controller: Any) -> tuple[str | None
 
 def _after_start(session: Session, outer: tuple[str | None, Purpose | None], *_: Any, **__: Any) -> None:
     session.local.path, session.local.purpose = outer
+
+
+def _know_host_pools(session: Session, controller: Any) -> None:
+    """Before 0.5.18 a controller has its host pool, or its group of them, copy; then the engine is given each."""
+    if getattr(controller, "l2_transfer_engine", None) is None:
+        pool = getattr(controller, "mem_pool_host", None)
+        entries = getattr(pool, "entries", None)
+        state_own_copies(session, [pool] if entries is None else [entry.host_pool for entry in entries])
 
 
 def load_stream(controller: Any) -> Any:
@@ -97,6 +108,7 @@ def write_stream(controller: Any) -> Any:
 def _before_submit_load(session: Session, engine: Any, *args: Any, **kwargs: Any) -> Submission | None:
     _before_submit(session, engine.host_to_device_stream, LOAD_BACK, add_load_fence)
     transfers, done = args[0] if args else kwargs.get("transfers"), kwargs.get("on_layer_done")
+    state_own_copies(session, [one.host_pool for one in transfers or ()])
     if not transfers or done is None or session.gpu_trace is not None:
         return None
     layers = kwargs.get("transfer_layer_id_max", kwargs.get("layer_num"))
@@ -119,7 +131,9 @@ def _end_submission(session: Session, made: Submission | None, *, whole: bool) -
         made.end(whole=whole)
 
 
-def _before_submit_write(session: Session, engine: Any, *_: Any, **__: Any) -> None:
+def _before_submit_write(session: Session, engine: Any, *args: Any, **kwargs: Any) -> None:
+    transfers = args[0] if args else kwargs.get("transfers")
+    state_own_copies(session, [one.host_pool for one in transfers or ()])
     _before_submit(session, engine.device_to_host_stream, WRITE_BACK, add_write_fence)
 
 

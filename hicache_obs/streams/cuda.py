@@ -21,7 +21,7 @@ from hicache_obs.records import Purpose, StreamId, StreamKind, Work
 from hicache_obs.streams import protocol
 from hicache_obs.streams.cuda_clock import Clock
 from hicache_obs.streams.cuda_hold import Hold
-from hicache_obs.streams.cuda_module import DeviceModule, RawEvent, RawStream
+from hicache_obs.streams.cuda_module import OWN_PRIORITY, DeviceModule, RawEvent, RawStream
 from hicache_obs.streams.cuda_probe import CudaProbe, PairPool
 from hicache_obs.streams.graph import Entry, checked, matched
 from hicache_obs.streams.handles import own
@@ -239,8 +239,8 @@ class CudaDevice:
         self._torch_device = torch_device
         self._lock = threading.Lock()
         self._streams: dict[StreamId, CudaStream] = {}
-        # Adopted like the engine's, so that torch's pool never hands its handle to the engine as well.
-        anchors = self._adopt(module.Stream(), "clock anchors")
+        # Adopted like the engine's too, where a module has no pool per priority: no stream may have its handle.
+        anchors = self._adopt(module.Stream(priority=OWN_PRIORITY), "clock anchors")
         self._clock = Clock(anchors.raw, self._timing_event)
         self._pairs = PairPool(self._timing_event)
 
@@ -322,7 +322,8 @@ class CudaDevice:
         events: list[CudaEvent] = []
         site = f"capture of graph {number}"
         try:
-            with module.graph(raw, stream=side):
+            # In torch's default mode a query by another thread, the recorder's for one, would break the capture.
+            with module.graph(raw, stream=side, capture_error_mode="thread_local"):
                 for entry in checked(entries):
                     if entry is None:
                         event = module.Event(external=True)  # recorded by every replay, not by the capture

@@ -6,13 +6,29 @@ Where the driver call is unavailable the hold is a fixed delay (``torch.cuda._sl
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any, Final, cast
+
+from hicache_obs.streams.cuda_driver import SUCCESS, driver_function
 
 _WAIT_GEQ: Final = 0
 """CU_STREAM_WAIT_VALUE_GEQ: go on once the word is at least the value."""
 
 _SLEEP_CYCLES: Final = 400_000_000
 """About 0.2 s at 2 GHz: longer than a gate needs to be seen, short enough to bound a demo."""
+
+
+_SETTINGS: Final = {
+    "CUDA_MODULE_LOADING": "EAGER",  # a kernel that is loaded at its first launch may wait for all streams
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # streams that share a hardware queue stand behind a held one
+}
+"""What CUDA reads when it starts, so that a hold stops one stream and nobody else."""
+
+
+def prepare_holds() -> None:
+    """Settings without which a hold may stop more than its stream. Before CUDA starts; what is set already stays."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
 
 
 class Hold:
@@ -37,7 +53,7 @@ class Hold:
         if self._wait_value is not None:
             handle = ctypes.c_void_p(int(cast(Any, raw_stream).cuda_stream))
             address = ctypes.c_uint64(int(self._word.data_ptr()))
-            if self._wait_value(handle, address, ctypes.c_uint32(1), ctypes.c_uint(_WAIT_GEQ)) == 0:
+            if self._wait_value(handle, address, ctypes.c_uint32(1), ctypes.c_uint(_WAIT_GEQ)) == SUCCESS:
                 return
         module = cast(Any, self._module)
         with module.stream(raw_stream):
@@ -51,9 +67,4 @@ class Hold:
 
 def _driver_wait() -> Any:
     """The driver's ``cuStreamWaitValue32``; ``None`` without a driver that has it."""
-    try:
-        function = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_int
-    return function
+    return driver_function("cuStreamWaitValue32_v2", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)

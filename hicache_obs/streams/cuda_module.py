@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+OWN_PRIORITY: Final = -1
+"""Of streams that are ours alone. torch keeps a pool of 32 streams per priority and hands them out in turn, so that two
+who ask for one may get the same: an engine asks for priority 0, and ours would order its work, or wait for it."""
 
 
 class RawEvent(Protocol):
@@ -31,7 +35,7 @@ class RawStream(Protocol):
 class DeviceModule(Protocol):
     """The part of ``torch.cuda`` that is used here."""
 
-    def Stream(self) -> RawStream: ...  # noqa: N802 torch's name
+    def Stream(self, *, priority: int = 0) -> RawStream: ...  # noqa: N802 torch's name
 
     def Event(self, enable_timing: bool = False) -> RawEvent: ...  # noqa: N802 torch's name
 

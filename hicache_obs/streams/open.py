@@ -7,6 +7,7 @@ from typing import Final
 from hicache_obs.errors import ConfigError
 from hicache_obs.streams.cost import CostModel
 from hicache_obs.streams.cuda import CudaDevice
+from hicache_obs.streams.cuda_hold import prepare_holds
 from hicache_obs.streams.protocol import Device
 from hicache_obs.streams.schedule import SCHEDULES
 from hicache_obs.streams.threads import ThreadsDevice
@@ -34,6 +35,8 @@ def open_device(name: str, *, schedule: str = "adversarial", seed: int = 0, cost
         raise ConfigError(f"schedule {schedule!r}: must be one of {', '.join(SCHEDULES)}")
     if name == "virtual":
         return VirtualDevice(schedule, seed=seed, cost=cost)
+    if name != "threads":
+        prepare_holds()
     if name == "threads" or (name == "auto" and not _has_cuda()):
         return ThreadsDevice()
     if not _has_cuda():

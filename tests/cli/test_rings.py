@@ -154,6 +154,13 @@ def test_status_tells_what_it_cannot_read_and_shows_the_rest(rings, writers, cap
 
 def test_status_without_rings_checks_nothing(rings, capsys):
     assert main(["status", "--dir", str(rings)]) == 3
+    assert capsys.readouterr().out.endswith(
+        f"no ring in {rings}; a process makes its ring when it first uses its cache\n"
+    )
+
+
+def test_status_of_a_ring_that_is_not_there_checks_nothing(rings, writers, capsys):
+    assert main(["status", "--dir", str(rings), "--rank", "77"]) == 3
     assert capsys.readouterr().out.endswith(f"no such ring in {rings}\n")
 
 

@@ -10,6 +10,7 @@ from hicache_obs.controller.workloads import Request
 from hicache_obs.errors import ConfigError
 from hicache_obs.findings import Cause, Hazard
 from hicache_obs.records import EventWait, GraphNode, GraphReplay, Kernel, Mode, Purpose, Space
+from hicache_obs.streams.threads import ThreadsDevice, ThreadsGate
 from hicache_obs.testing.protections import without_input_wait_of_replays, without_load_wait_of_replays
 
 BACKENDS = ["virtual-eager", "virtual-lazy", "virtual-random", "virtual-adversarial", "threads"]
@@ -38,6 +39,19 @@ def test_replayed_rounds_give_the_tokens_of_launched_ones(lab, backend, kv):
     assert runner.loads_awaited > 3
     assert len(run.of_kind(GraphReplay)) == runner.replays
     assert run.engine.ledger.checks > 0
+
+
+def test_no_graph_is_captured_while_a_gate_is_closed(lab, monkeypatch):
+    """On a GPU a capture waits until the device is idle, and nobody could open the gate meanwhile."""
+    held, captures = set(), []
+    hold, open_gate, capture = ThreadsGate.hold, ThreadsGate.open, ThreadsDevice.capture
+    monkeypatch.setattr(ThreadsGate, "hold", lambda gate, stream: (held.add(gate), hold(gate, stream))[1])
+    monkeypatch.setattr(ThreadsGate, "open", lambda gate: (held.discard(gate), open_gate(gate))[1])
+    monkeypatch.setattr(ThreadsDevice, "capture", lambda *args: (captures.append(len(held)), capture(*args))[1])
+    run = lab.run(requests(), backend="threads", gated=True, **SETUP)
+    assert run.engine.runner.replays > 10
+    assert len(captures) > 1
+    assert set(captures) == {0}
 
 
 def test_what_a_replay_says_of_itself(lab):

@@ -1,13 +1,15 @@
 """Proves the GPU code on a machine with a GPU: ``make gpu-check``, at most four minutes, no installs.
 
-Needs torch (2.6 or newer) with CUDA, numpy, pyarrow, click, rich and prometheus-client; nvtx, msgspec,
-jsonschema and opentelemetry are optional. Prints one line per check and one JSON object; exit code 0 only if
-every check passed. ``--json FILE`` keeps the object (docs/gpu/ has those of earlier runs).
+Needs torch (one whose events may be external) with CUDA, numpy, pyarrow, click, rich and prometheus-client; nvtx,
+msgspec, jsonschema and opentelemetry are optional. Prints one line per check and one JSON object; exit code 0 only if
+every check passed. ``--json FILE`` keeps the object (docs/gpu/ has those of earlier runs), as far as it got. A check
+that hangs ends the program before the four minutes are over, with every thread's traceback.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.metadata
 import itertools
 import json
@@ -30,10 +32,13 @@ from hicache_obs.errors import StreamError
 from hicache_obs.findings import ExitCode
 from hicache_obs.records import Work, page_ids
 from hicache_obs.streams import Device, open_device
+from hicache_obs.streams.cuda_hold import prepare_holds
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import plugin
 
+LIMIT_S = 225
+"""How long all checks may take together."""
 SPIN = 200_000_000
 """Cycles a delayed stream spins: about 0.1 s, far longer than a launch takes."""
 
@@ -269,6 +274,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write the results to")
     arguments = parser.parse_args()
+    prepare_holds()
     if not torch.cuda.is_available():
         print("gpu-check: no CUDA device is usable here; run it on a machine with a GPU", file=sys.stderr)
         return int(ExitCode.NOTHING_CHECKED)
@@ -284,12 +290,14 @@ def main() -> int:
         ("demo pattern", lambda: demo("pattern")),
         ("plugin load-back", lambda: plugin.load_backs(plugin.cuda_machine())),
         ("plugin cost per round", lambda: plugin.cost(plugin.cuda_machine())),
+        ("plugin beside a capture", plugin.captures),
         ("plugin copy streams (CUPTI)", plugin.copy_streams),
         ("rules", rules),
         ("plugin GPU-trace callbacks", plugin.callbacks),  # last: torch cannot be told to stop
     ]
     results: dict[str, Any] = {"machine": _machine(), "checks": {}}
     failed = 0
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     for name, check in checks:
         start = time.perf_counter()
         try:
@@ -302,9 +310,10 @@ def main() -> int:
         print(f"{'ok  ' if entry['passed'] else 'FAIL'} {name} ({entry['seconds']} s)", flush=True)
         if not entry["passed"]:
             print(entry["error"], flush=True)
-    text = json.dumps(results, indent=2)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+        text = json.dumps(results, indent=2)
+        if arguments.json is not None:
+            arguments.json.write_text(text + "\n")
+    faulthandler.cancel_dump_traceback_later()
     print(text)
     return int(ExitCode.FINDINGS if failed else ExitCode.CLEAN)
 

@@ -22,14 +22,15 @@ from hicache_obs.analyzer import Analyzer
 from hicache_obs.analyzer.tally import Tally
 from hicache_obs.findings import Finding
 from hicache_obs.readers import open_trace
-from hicache_obs.records import Memcpy
+from hicache_obs.records import Memcpy, Times
 from hicache_obs.sglang.gpu_trace import start_gpu_trace
 from hicache_obs.sglang.guard import around
 from hicache_obs.sglang.install import _current_handle
 from hicache_obs.sglang.page_ids import PageReader
-from hicache_obs.sglang.session import Session
+from hicache_obs.sglang.session import FLUSH_S, Session
 from hicache_obs.sglang.streams import stream_adapters
 from hicache_obs.sglang.table import SGLANG_ADAPTERS
+from hicache_obs.streams.cuda_poller import become_poller
 from hicache_obs.trace import Trace
 
 PAGE, LAYERS, SLOTS, WIDTH = 4, 4, 64, 256
@@ -152,6 +153,7 @@ def observed(machine: Machine) -> Iterator[Session]:
         current_handle=None if machine.tensors == "cpu" else _current_handle(),
         reader=PageReader(lambda: machine.module, lambda ids: torch.empty(ids, dtype=torch.int64, pin_memory=True)),
         timing=machine.timing,
+        become_poller=None if machine.tensors == "cpu" else become_poller,
     )
     (stream, stream_class), (event, event_class) = machine.classes
     owners: dict[str, type] = {stream: stream_class, event: event_class}
@@ -268,6 +270,27 @@ def cost(machine: Machine, rounds: int = 200) -> dict[str, Any]:
     assert session.counters.errors == {}, session.counters.errors
     calls = session.counters.calls
     return {"absent_us": plain, "observing_us": hooked, "added_us": hooked - plain, "hooked_calls": calls}
+
+
+def captures() -> dict[str, Any]:
+    """A graph is captured in torch's default mode while the recorder asks for events; neither minds. Needs CUDA."""
+    machine, ticks = cuda_machine(), 3
+    numbers = torch.zeros(4, device=machine.tensors)
+    numbers.add_(1)
+    graph = torch.cuda.CUDAGraph()
+    with observed(machine) as session:
+        engine = Engine(machine)
+        engine.round(1.0)
+        with torch.cuda.graph(graph):  # waits for the round, whose events nobody has asked for yet
+            numbers.add_(1)
+            time.sleep(ticks * FLUSH_S)
+        graph.replay()
+        machine.module.synchronize()
+        assert not session.off
+    trace, _ = judge(session)
+    assert float(numbers[0]) == 2
+    assert any(isinstance(record, Times) for record in trace), "nobody asked for the round's events"
+    return {"ticks": ticks}
 
 
 def copy_streams() -> dict[str, Any]:

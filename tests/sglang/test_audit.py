@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hicache_obs.cli import main
-from hicache_obs.sglang.audit import Verdict, audit, barrier
+from hicache_obs.sglang.audit import COARSE, Verdict, audit, barrier
 
 CONTROLLER = """
 class HiCacheController:
@@ -70,6 +70,65 @@ def test_one_missing_line_is_a_race_and_the_line_is_named(release, capsys, missi
     text = capsys.readouterr().out
     assert text.startswith("SGLang 0.5.23; the schedule stream waits for the read-done event")
     assert f"wait_stream(self.{missing}_fence_stream)" in text
+
+
+@pytest.mark.parametrize(("missing", "path"), [("load", "load-back"), ("write", "write-back")])
+def test_the_line_names_only_what_the_release_has_there(release, missing, path):
+    """Where the scheduler hands its forward stream to no controller, the line is one of the scheduler's own."""
+    source = release(**{missing: "pass"})
+    scheduler = source / "srt" / "managers" / "scheduler.py"
+    scheduler.write_text(scheduler.read_text().replace(f"{missing}_fence_stream = ", "other = "))
+    (race,) = (audited for audited in audit(source) if audited.verdict is Verdict.RACE)
+    assert (race.path.path, race.patch) == (path, COARSE)
+
+
+@pytest.mark.parametrize(
+    ("wait", "verdict"),
+    [
+        ("wait_stream(self.forward_stream)", Verdict.ORDERED),
+        ("wait_event(event)", Verdict.RACE),
+        ("query()", Verdict.RACE),
+    ],
+)
+def test_a_load_behind_a_barrier_for_whole_rounds_needs_no_fence(release, wait, verdict):
+    """As in 0.5.13. A write-back is launched after the next round, which the barrier has not met yet."""
+    found = {one.path.path: one for one in audit(release(load="pass", write="pass", wait=wait))}
+    assert found["load-back"].verdict is verdict
+    assert found["write-back"].verdict is Verdict.RACE
+    assert ("the whole round in flight" in found["load-back"].path.edge) is (verdict is Verdict.ORDERED)
+
+
+OFFLOAD = """
+class {owner}:
+    def offload(self, transfers):
+        ready_event.record()
+    def start_layer_wise_loading(self):
+        ready_event.record()
+"""
+
+
+@pytest.mark.parametrize("name", ["Mooncake", "UMBP"])
+@pytest.mark.parametrize("handed", [True, False])
+def test_a_linkers_lines_name_the_forward_stream_only_where_it_has_one(release, name, handed):
+    source = release()
+    cache = source / "srt" / "mem_cache"
+    file = {
+        "Mooncake": cache / "storage" / "mooncake_store" / "mooncake_direct_linker.py",
+        "UMBP": cache / "storage" / "umbp" / "umbp_direct_linker.py",
+    }[name]
+    base = cache / "unified_cache" / "unified_cache_linker.py"
+    for place in (file, base):
+        place.parent.mkdir(parents=True)
+    file.write_text(OFFLOAD.format(owner=f"{name}DirectLinker"))
+    line = "self.forward_stream = stream" if handed else "pass"
+    base.write_text(f"class UnifiedCacheLinker:\n    def __init__(self):\n        {line}\n")
+    races = {one.path.path: one.patch for one in audit(source) if one.verdict is Verdict.RACE}
+    assert races == {
+        f"{name}'s linker, offload": "kv_written.record(self.forward_stream)" if handed else COARSE,
+        f"{name}'s linker, load": "device_module.current_stream().wait_stream(self.forward_stream)"
+        if handed
+        else COARSE,
+    }
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from hicache_obs.findings import Hazard
 from hicache_obs.records import GraphReplay, Kernel
+from hicache_obs.sglang.table import SGLANG_ADAPTERS
 
 
 def draft_graphs(it):
@@ -27,6 +28,27 @@ def test_a_draft_graph_outside_of_a_forward_is_a_round_of_its_own_pool(server):
     assert [access.pool for access in target.accesses] == [0, 0]
     assert [access.pool for access in draft.accesses] == [1, 1]
     assert [access.ids.tolist() for access in draft.accesses] == [[1], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("graphs", "names"),
+    [
+        ("EAGLEDraftCudaGraphRunner", {11: "replay", 12: "replay", 13: "replay", 14: "execute", 15: "execute"}),
+        ("EAGLEDraftExtendCudaGraphRunner", {11: "replay", 12: "replay", 13: "replay", 14: "execute", 15: "execute"}),
+        ("FrozenKVMTPCudaGraphRunner", {12: "replay", 13: "replay", 14: "execute", 15: "execute"}),
+        ("MultiLayerEagleDraftExtendCudaGraphRunner", {11: "replay", 12: "replay", 13: "replay", 14: "execute"}),
+        ("MultiLayerEagleMultiStepDraftExtendCudaGraphRunner", {15: "prepare replay"}),
+    ],
+)
+def test_a_draft_graph_is_hooked_by_the_name_it_has_in_a_release(graphs, names):
+    """As the wheels have them. From 0.5.15 on a multi-layer draft's graphs are replayed by its runner of all steps."""
+    found = {}
+    for patch in range(11, 16):
+        targets = [row.target.split(".")[-2:] for row in SGLANG_ADAPTERS if (0, 5, patch) in row.versions]
+        hooked = [name for owner, name in targets if owner == graphs]
+        if hooked:
+            found[patch] = " ".join(hooked)
+    assert found == names
 
 
 def test_a_draft_graph_inside_of_a_forward_is_that_round(server):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,3 +72,15 @@ def test_a_server_goes_on_without_it(monkeypatch, started, caplog):
     monkeypatch.setattr(launch.subprocess, "Popen", refuse)
     launch.start_agent()
     assert "the agent was not started: no more processes" in caplog.text
+
+
+@pytest.mark.parametrize(("code", "another", "told"), [(2, False, True), (0, False, False), (2, True, False)])
+def test_an_agent_that_ends_by_itself_is_told_of(started, tmp_path, caplog, code, another, told):
+    """Its output goes nowhere: a port that is taken would be in no log. Two that start at once are no fault."""
+    directory = tmp_path / "rings"
+    directory.mkdir(mode=0o700)
+    with closing(AgentLock(directory)) if another else nullcontext():
+        launch._collect(SimpleNamespace(wait=lambda: code), directory)
+    text = f"the agent ended with exit code {code} and nobody reads the rings; 'hicache-obs agent --dir {directory}'"
+    assert (text in caplog.text) is told
+    assert bool(caplog.text) is told

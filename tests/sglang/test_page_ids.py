@@ -14,6 +14,7 @@ from hicache_obs.recorder.hold_back import HoldBack
 from hicache_obs.recorder.server import ServerRecorder
 from hicache_obs.recorder.slot import pack_plain
 from hicache_obs.records import Access, CaptureMode, DropReason, Mode, PageAlloc, PageFree, Space, Work, unpack_slots
+from hicache_obs.sglang.install import _pinned
 from hicache_obs.sglang.page_ids import Convert, ConvertRows, LookUp, LookUpRows, PageReader, Wanted
 
 
@@ -70,7 +71,8 @@ class Device:
         self.current = self.engines
         self.done = 0
 
-    def Stream(self):  # noqa: N802 torch's name
+    def Stream(self, *, priority):  # noqa: N802 torch's name
+        assert priority < 0  # an engine's are of priority 0, and torch gives one stream to many
         self.own = "own stream"
         return self.own
 
@@ -201,6 +203,16 @@ def test_a_device_tensor_is_never_read_on_the_launching_thread():
     assert (unpack_slots(allocated.access.ids).tolist(), ids(freed)) == ([1, 2], [[5]])
     assert allocated.op < freed.op
     assert reads["sync"] == 0
+
+
+def test_the_pinned_ring_may_be_written_by_threads_that_are_not_in_inference_mode(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
+    with torch.inference_mode():
+        ring = _pinned(8)
+        slots = torch.arange(3)
+    ring[0:3].copy_(slots, non_blocking=True)
+    assert ring[:3].tolist() == [0, 1, 2]
 
 
 def test_tensors_that_are_wanted_together_are_copied_behind_one_event():

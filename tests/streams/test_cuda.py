@@ -6,15 +6,19 @@ by the conformance suite's ``cuda`` cases, which need one.
 
 from __future__ import annotations
 
+import ctypes
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
 
 from hicache_obs.errors import StreamError
 from hicache_obs.records import StreamKind, Work
-from hicache_obs.streams import CudaDevice
+from hicache_obs.streams import CudaDevice, cuda_poller
 from hicache_obs.streams.cuda_clock import MIN_ERROR_NS, RENEW_NS, Clock
+from hicache_obs.streams.cuda_driver import driver_function
 from hicache_obs.streams.cuda_hold import Hold
+from hicache_obs.streams.cuda_poller import become_poller
 
 
 class FakeStream:
@@ -60,20 +64,21 @@ class FakeEvent:
 
 
 class FakeModule:
-    """Like ``torch.cuda``: default stream with handle 0, a pool of four streams handed out round robin."""
+    """Like ``torch.cuda``: default stream with handle 0, four streams per priority, handed out round robin."""
 
     POOL = 4
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.events = self.drawn = 0
+        self.events = 0
+        self.drawn: Counter[int] = Counter()
         self.device_ms = 0.0
         self.incomplete: set[int] = set()
         self.current = [FakeStream(self, 0)]
 
-    def Stream(self) -> FakeStream:  # noqa: N802 torch's name
-        self.drawn += 1
-        return FakeStream(self, 100 + self.drawn % self.POOL)
+    def Stream(self, *, priority: int = 0) -> FakeStream:  # noqa: N802 torch's name
+        self.drawn[priority] += 1
+        return FakeStream(self, 100 - 100 * priority + self.drawn[priority] % self.POOL)
 
     def Event(self, enable_timing: bool = False) -> FakeEvent:  # noqa: N802 torch's name
         return FakeEvent(self, enable_timing)
@@ -122,15 +127,23 @@ def test_a_stream_set_by_somebody_else_is_adopted(device, module):
 
 
 def test_new_streams_get_their_own_handles_while_the_pool_has_some(device):
-    handles = [device.Stream(name).stream_id for name in "abc"]
-    assert len(set(handles)) == 3  # the fourth of the pool carries the clock's anchors
-    assert device.Stream("d").stream_id in [*handles, 101]
+    handles = [device.Stream(name).stream_id for name in "abcd"]
+    assert len(set(handles)) == 4
+    assert device.Stream("e").stream_id in handles
 
 
 def test_a_handle_in_use_is_not_handed_out_again(device, module):
-    with module.stream(FakeStream(module, 102)):
-        assert device.current_stream().stream_id == 102
-    assert device.Stream("a").stream_id == 103  # torch's next would have been 102
+    with module.stream(FakeStream(module, 101)):
+        assert device.current_stream().stream_id == 101
+    assert device.Stream("a").stream_id == 102  # torch's next would have been 101
+
+
+def test_the_clocks_anchors_are_on_a_stream_that_no_engine_is_given(module):
+    module.POOL = 1
+    engines = module.Stream()
+    CudaDevice(module)
+    assert module.calls[0] == "200: record 1"
+    assert engines.cuda_stream == module.Stream().cuda_stream == 100
 
 
 def test_launch_calls_at_once_between_the_probes_events(device, module):
@@ -150,7 +163,7 @@ def test_a_probe_closes_around_a_function_that_raises(device, module):
 def test_wait_stream_records_there_and_waits_here_inside_the_probe(device, module):
     a, b = device.Stream("a"), device.Stream("b")
     b.wait_stream(a, probe=device.probe())
-    assert module.calls == ["102: record 2", "103: record 3", "103: wait 2", "103: record 4"]
+    assert module.calls == ["101: record 2", "102: record 3", "102: wait 2", "102: record 4"]
 
 
 def test_probe_events_are_reused_and_stale_ones_are_not_ready(device, module):
@@ -256,7 +269,7 @@ def test_without_the_driver_call_a_hold_is_a_fixed_delay(device, module):
     a = device.Stream("a")
     gate = device.gate()
     gate.hold(a)
-    assert module.calls == ["102: record 2", "102: sleep", "102: record 3"]
+    assert module.calls == ["101: record 2", "101: sleep", "101: record 3"]
     gate.open()
     gate.open()
     assert device.closed_gates == []
@@ -286,7 +299,7 @@ def test_a_gate_blocks_a_stream_that_stands_at_a_wait_while_the_hold_stands(devi
 def test_waits_cost_no_extra_events_without_a_closed_gate(device, module):
     a, b = device.Stream("a"), device.Stream("b")
     b.wait_stream(a)
-    assert module.calls == ["102: record 2", "103: wait 2"]
+    assert module.calls == ["101: record 2", "102: wait 2"]
 
 
 def test_close_opens_gates_first(device, module, no_driver):
@@ -312,6 +325,62 @@ def test_the_driver_call_gets_the_handle_the_word_and_geq(module, monkeypatch):
     Hold(module).enqueue(FakeStream(module, 0x77))
     assert calls == [(0x77, 0x1000, 1, 0)]
     assert module.calls == []
+
+
+# Beside an engine.
+
+
+def test_other_threads_may_query_while_a_graph_is_captured(device, module):
+    modes = []
+
+    @contextmanager
+    def graph(raw, *, stream, capture_error_mode="global"):
+        modes.append(capture_error_mode)
+        yield
+
+    module.graph, module.CUDAGraph = graph, object
+    device.capture(1, [lambda: None])
+    assert modes == ["thread_local"]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """``driver(code)``: a driver that answers so; what a poller has called."""
+    calls = []
+
+    def make(code):
+        def exchange(mode):
+            calls.append(("mode", ctypes.cast(mode, ctypes.POINTER(ctypes.c_int)).contents.value))
+            return code
+
+        monkeypatch.setattr(cuda_poller, "driver_function", lambda *_: None if code is None else exchange)
+        monkeypatch.setattr("torch.cuda.set_device", lambda index: calls.append(("device", index)))
+        return calls
+
+    return make
+
+
+def test_a_poller_takes_the_engines_device_and_then_leaves_captures_alone(driver):
+    calls = driver(0)
+    become_poller(3)
+    assert calls == [("device", 3), ("mode", 1)]
+
+
+@pytest.mark.parametrize(("code", "words"), [(201, "failed with CUDA error 201"), (None, "the driver has no cuThread")])
+def test_a_thread_that_would_break_captures_must_not_poll(driver, code, words):
+    driver(code)
+    with pytest.raises(StreamError, match=words):
+        become_poller(0)
+
+
+def test_a_driver_or_a_function_that_is_not_there_is_none(monkeypatch):
+    def no_driver(name):
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", no_driver)
+    assert driver_function("cuStreamWaitValue32_v2") is None
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    assert driver_function("cuStreamWaitValue32_v2") is None
 
 
 def test_legacy_and_blocking_streams_are_refused(device):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 
@@ -71,3 +73,16 @@ def test_cuda_without_a_device_is_refused(monkeypatch):
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, hicache_obs.streams; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("name", "told"), [("auto", True), ("cuda", True), ("threads", False), ("virtual", False)])
+def test_cuda_is_told_before_it_starts_that_streams_will_be_held(monkeypatch, name, told):
+    seen = []
+    monkeypatch.setattr(os, "environ", {"CUDA_DEVICE_MAX_CONNECTIONS": "16"})
+    monkeypatch.setattr("hicache_obs.streams.open._has_cuda", lambda: seen.append(dict(os.environ)) or False)
+    with contextlib.suppress(ConfigError):
+        open_device(name).close()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
+    assert ("CUDA_MODULE_LOADING" in os.environ) is told
+    assert all(environment["CUDA_MODULE_LOADING"] == "EAGER" for environment in seen)
+    assert bool(seen) is told

@@ -15,7 +15,6 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry, DevicePoolGroup
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_direct_linker
-from sglang.srt.mem_cache.storage.umbp import umbp_direct_linker
 from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -166,8 +165,12 @@ def _made(engine: Engine) -> Any:
     unified_cache_linker.device_module = engine.device
     if "foreign" in engine.scenario:
         return Foreign(engine, entry)
-    module = umbp_direct_linker if "umbp" in engine.scenario else mooncake_direct_linker
-    made = module.UMBPDirectLinker if "umbp" in engine.scenario else module.MooncakeDirectLinker
+    if "umbp" in engine.scenario:
+        from sglang.srt.mem_cache.storage.umbp import umbp_direct_linker as module  # not before 0.5.20
+
+        made = module.UMBPDirectLinker
+    else:
+        module, made = mooncake_direct_linker, mooncake_direct_linker.MooncakeDirectLinker
     # SGLang links pools of hybrid models only, which are larger than a test needs.
     module.resolve_hybrid_device_pool_group = lambda **_: DevicePoolGroup([entry], LAYERS, PAGE)
     module.device_module = engine.device
