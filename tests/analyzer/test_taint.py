@@ -607,7 +607,16 @@ def test_more_races_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("layers", "mask"),
-    [((0, 3), 0b111), ((2, 3), 0b100), ((3, 3), 0), ((-2, 2), 0b11), ((-5, -2), 0), ((4, 2), 0), ((0, 1 << 30), -1)],
+    [
+        ((0, 3), 0b111),
+        ((2, 3), 0b100),
+        ((3, 3), 0),
+        ((-2, 2), 0b11),
+        ((-5, -2), 0),
+        ((4, 2), 0),
+        ((0, 1 << 30), -1),
+        ((2, 1 << 30), -4),
+    ],
 )
 def test_layers_as_bits(layers: tuple[int, int], mask: int) -> None:
     """Beyond the last one that is told apart all count; below 0 there are none."""

@@ -13,7 +13,7 @@ from hicache_obs.cli import main
 from hicache_obs.findings import Cause, Proof, Verdict
 from hicache_obs.readers.scenario import parse_scenario
 from hicache_obs.records import NO_OP, DropReason, Lost, ThreadId, Times
-from hicache_obs.testing import RecordingSink
+from hicache_obs.testing import History, RecordingSink
 from hicache_obs.trace import Trace
 
 Step = dict[str, Any]
@@ -260,3 +260,23 @@ def test_a_hand_over_after_a_loss_at_the_very_beginning() -> None:
     assert [(trace.label(f.earlier.op), trace.label(f.later.op), f.proof) for f in sink.findings] == [
         ("s1", "s5", Proof.UNKNOWN)
     ]
+
+
+@pytest.mark.parametrize("reason", DropReason)
+def test_what_a_loss_may_have_hidden_hangs_on_its_reason(reason: DropReason) -> None:
+    """Times hide nothing; an edge only an order, so that events keep what they were recorded for; else anything."""
+    lost = Lost(NO_OP, ThreadId(0), 0, 1, reason)
+
+    def judged(before: str, behind: str) -> list[Proof]:
+        records = History(f"{before} {behind}").records
+        place = len(records) - len(behind.split())
+        sink = RecordingSink()
+        analyzer = Analyzer(sink)
+        analyzer.feed([*records[:place], lost, *records[place:]])
+        analyzer.finish()
+        return [finding.proof for finding in sink.findings]
+
+    harmless, edge = reason is DropReason.UNRESOLVED, reason is DropReason.EDGE
+    assert judged("F:w5", "L:w5") == [Proof.NONE if harmless else Proof.UNKNOWN]
+    assert judged("F:w5 e=F", "L<e L:w5") == ([] if harmless or edge else [Proof.UNKNOWN])
+    assert judged("F:w5 e=F L<e", "L:w5") == []
