@@ -10,7 +10,7 @@ import pytest
 
 from hicache_obs.analyzer import Analyzer, explain, ownership
 from hicache_obs.cli import main
-from hicache_obs.findings import Cause, Hazard, Proof, Verdict, fingerprint
+from hicache_obs.findings import Cause, Hazard, Proof, Timing, Verdict, fingerprint
 from hicache_obs.readers.scenario import parse_scenario
 from hicache_obs.records import (
     Kernel,
@@ -236,6 +236,7 @@ def test_the_finding() -> None:
     assert (finding.hazard, finding.verdict) == (Hazard.LIFETIME, Verdict.VIOLATION)
     assert (finding.earlier.what, finding.later.what, finding.later.mode) == ("free", "restore", "write")
     assert (finding.earlier.stream, finding.earlier.group) == (None, 0)
+    assert finding.timing is Timing.UNTIMED
     edge = finding.missing_edge
     name = fingerprint(Hazard.LIFETIME, "used_after_free", "L work", edge.on, edge.waiter, "")
     assert finding.fingerprint == name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hicache_obs.analyzer import Analyzer, taint
-from hicache_obs.analyzer.taint import Taint
-from hicache_obs.findings import BlastRadius
+from hicache_obs.analyzer.taint import Taint, timing_of
+from hicache_obs.findings import BlastRadius, Timing
 from hicache_obs.records import (
     Access,
     Kernel,
@@ -170,3 +170,16 @@ def test_a_race_with_what_was_played_for_good_leaves_its_pages_in_doubt(
     between = " ".join(f"{stream}:w{30 + number}" for number, stream in enumerate("STUVZ"))
     records = History(f"F:w5 L:w5 h<* X:r5w6 {between} {fence} Y:w5").records
     assert fed(*records).blast_radius(PAIR).complete is complete
+
+
+@pytest.mark.parametrize(
+    ("second", "timing"),
+    [((85, 200), Timing.KEPT), ((84, 200), Timing.UNTIMED), ((-50, 15), Timing.BROKEN), ((-50, 16), Timing.UNTIMED)],
+)
+def test_an_order_is_measured_within_both_errors(second: tuple[int, int], timing: Timing) -> None:
+    """The first ran from 0 to 100, give or take 10; the second's times are known to within 5."""
+    first, later = _operations()[:2]
+    first.start_ns, first.end_ns, first.error_ns = 0, 100, 10
+    later.start_ns, later.end_ns = second
+    later.error_ns = 5
+    assert timing_of(first, later) is timing

@@ -17,6 +17,7 @@ from hicache_obs.records import (
     Kernel,
     Mode,
     OpId,
+    Relocate,
     StreamId,
     ThreadId,
     Times,
@@ -120,6 +121,13 @@ def test_a_round_touches_its_pages_at_some_time_in_a_long_one(text: str, coarse:
     """A copy's interval is its own."""
     (finding,) = found_in(History(text).records)
     assert finding.coarse is coarse
+
+
+def test_a_move_belongs_to_no_round() -> None:
+    """It does run on a stream."""
+    accesses = (device(Mode.READ, page_ids([5])), device(Mode.WRITE, page_ids([6])))
+    (finding,) = found_in([*History("F:w5").records, Relocate(OpId(1), MAIN, 1, StreamId(9), 0, (0, 1), accesses)])
+    assert (finding.later.what, finding.later.group, finding.later.stream_id) == ("relocate", 0, 9)
 
 
 def test_the_host_belongs_to_no_round() -> None:
