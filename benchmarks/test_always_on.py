@@ -21,6 +21,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,10 +126,18 @@ class Watched:
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
-    """``watched(folder=..., recorded=..., mode=...)``: a ``Watched`` that is closed at the end."""
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """For rings: in memory, as a server's are unless it is told otherwise. On a disk, writing to a page may fault."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def watched(folder: Path) -> Iterator[Callable[..., Watched]]:
+    """``watched(inside=..., recorded=..., mode=...)``: a ``Watched`` that is closed at the end."""
     with contextlib.ExitStack() as stack:
-        yield lambda folder=tmp_path, **options: stack.enter_context(contextlib.closing(Watched(folder, **options)))
+        yield lambda inside=folder, **options: stack.enter_context(contextlib.closing(Watched(inside, **options)))
 
 
 @contextlib.contextmanager
@@ -175,10 +184,10 @@ def test_recording(benchmark: BenchmarkFixture, watched: Callable[..., Watched])
     assert not any(reader.dropped.values())
 
 
-def test_recording_and_agent(benchmark: BenchmarkFixture, watched: Callable[..., Watched], tmp_path: Path) -> None:
+def test_recording_and_agent(benchmark: BenchmarkFixture, watched: Callable[..., Watched], folder: Path) -> None:
     """Recording, and the node's agent reads and judges meanwhile on the other core."""
     engine = watched()
-    with agent_of(tmp_path):
+    with agent_of(folder):
         _measure(benchmark, engine.rounds, lambda: time.sleep(0.2))
     reader = engine.reader()
     assert not any(reader.dropped.values())
@@ -297,12 +306,12 @@ def _analysis(engine: Watched) -> Iterator[threading.Event]:
     assert sum(tally.checked.values()) > 0
 
 
-def test_busy_loop(benchmark: BenchmarkFixture, watched: Callable[..., Watched], tmp_path: Path) -> None:
+def test_busy_loop(benchmark: BenchmarkFixture, watched: Callable[..., Watched], folder: Path) -> None:
     """Percent slower than *bare* in the same turn; *bare again* tells what is measured where nothing is different."""
-    folder = tmp_path / "agent"
-    folder.mkdir(mode=0o700)
+    inside = folder / "agent"
+    inside.mkdir(mode=0o700)
     engines = {name: watched(recorded=False) for name in ("bare", "bare again")}
-    engines |= {"recording": watched(), AGENT: watched(folder), THREAD: watched()}
+    engines |= {"recording": watched(), AGENT: watched(inside), THREAD: watched()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     order, draw, alone = list(engines), random.Random(0), engines["recording"].reader()
 
@@ -319,7 +328,7 @@ def test_busy_loop(benchmark: BenchmarkFixture, watched: Callable[..., Watched],
         alone.poll()
 
     benchmark.group = f"busy loop: {TURNS} turns of {TURN} rounds, each with host work"
-    with agent_of(folder) as process, _analysis(engines[THREAD]) as theirs:
+    with agent_of(inside) as process, _analysis(engines[THREAD]) as theirs:
         benchmark.pedantic(turns, args=(process, theirs), rounds=TURNS, warmup_rounds=5)
     read = engines[AGENT].reader()
     assert read.position > 4 * TURN * TURNS
