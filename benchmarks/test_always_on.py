@@ -8,8 +8,8 @@ classes, the handlers of torch's CUDA sanitizer, and our own analysis done in li
 ``test_busy_loop`` is shaped like a scheduler under full load: the same round, then Python of its own. Many short turns,
 the modes in an order drawn anew for each. It is timed on a clock too, since what it looks for is the interpreter lock
 and the second core: with the node's agent as a process of its own, and with the analysis on a thread of the same
-process. Both are held outside of the turns that are theirs, and look into their ring at the start of each: ten times as
-often as on a server.
+process. Both are held outside of the turns that are theirs, and look into their ring at the start of each: many times
+as often as on a server.
 """
 
 from __future__ import annotations
