@@ -187,5 +187,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     session = getattr(config, "_benchmarksession", None)
     for bench in () if session is None else session.benchmarks:
         for what, value in bench.extra_info.items():
-            shown = value if isinstance(value, str) else f"{value:,}"
-            terminalreporter.write_line(f"{bench.name}: {shown} {what}")
+            row = value if isinstance(value, dict) else {what: value}
+            name = f"{bench.name}, {what}" if isinstance(value, dict) else bench.name
+            for column, entry in row.items():
+                shown = entry if isinstance(entry, str) else f"{entry:,}"
+                terminalreporter.write_line(f"{name}: {shown} {column}")

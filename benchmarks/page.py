@@ -2,7 +2,8 @@
 
 RESULTS is pytest-benchmark's JSON. A row's ratio is its median over that of the group's first row, with the
 interval between the quartiles of the two: the lower quartile of one over the upper of the other, and the other way
-round. Nothing is dropped and nothing added by hand but the sentences above the tables.
+round. A benchmark that compares several things itself, in the same turns, has a table of its own: a row for each entry
+of its ``extra_info``. Nothing is dropped and nothing added by hand but the sentences above the tables.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ from typing import Any
 HEAD = """# Benchmarks
 
 Generated from one run of `make bench` by `make bench-page`; do not edit. Times are processor time of the measuring
-thread; the percentages of the busy loop alone are times on a clock. Every peer ran in the same run, on the same
-machine and interpreter. On other machines the times differ and the ratios stay much the same; take none of them for a
-GPU's.
+thread, but for the busy loop's on a clock. Every peer ran in the same run, on the same machine and interpreter. On
+other machines the times differ and the ratios stay much the same; take none of them for a GPU's.
+
+Behind a ratio to the first row is the range between the quartiles of both rows: how much single batches vary. The
+percentages of the busy loop are medians over its turns, each compared with *bare* in the same turn; behind them is the
+95 % confidence interval of the median, by order statistics, which narrows with the number of turns. *Bare again* is the
+same as *bare*: its intervals should hold 0. The agent is a process on another core, which runs in the turns that are
+its own and looks into the ring at the start of each. A server's rounds take longer than these: divide what a round
+costs more by how long one takes there.
 
 {machine}
 
@@ -63,6 +70,8 @@ def _machine(run: dict[str, Any]) -> str:
 
 
 def _table(group: str, benches: list[dict[str, Any]]) -> list[str]:
+    if _compares(benches[0]):
+        return [line for bench in benches for line in _comparison(group, bench["extra_info"])]
     unit, scale = _unit(benches[0]["stats"]["median"])
     first = benches[0]["stats"]
     extra = sorted({what for bench in benches for what in bench["extra_info"]})
@@ -82,6 +91,21 @@ def _table(group: str, benches: list[dict[str, Any]]) -> list[str]:
         more = "".join(f" {_shown(bench['extra_info'].get(what, ''))} |" for what in extra)
         least, median = _digits(stats["min"] * scale), _digits(stats["median"] * scale)
         lines.append(f"| {_row(bench)} | {least} | {median} | {ratio} |{more}")
+    return [*lines, ""]
+
+
+def _compares(bench: dict[str, Any]) -> bool:
+    """Whether it compares several things itself."""
+    extra = bench["extra_info"]
+    return bool(extra) and all(isinstance(value, dict) for value in extra.values())
+
+
+def _comparison(group: str, rows: dict[str, dict[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row))
+    lines = [f"## {group[0].upper()}{group[1:]}", "", "| row |" + "".join(f" {name} |" for name in columns)]
+    lines.append("|---|" + "---:|" * len(columns))
+    for what, row in rows.items():
+        lines.append(f"| {what} |" + "".join(f" {_shown(row.get(name, ''))} |" for name in columns))
     return [*lines, ""]
 
 

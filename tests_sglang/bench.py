@@ -1,26 +1,35 @@
-"""What the plugin costs the scheduler thread: absent, installed, observing; paired in one run, with intervals.
+"""What the plugin costs the scheduler thread: absent, installed, observing; in many short turns of one run.
 
-    python bench.py [REPEATS] [--before FOLDER]
+    python bench.py [TURNS] [--before FOLDER]
 
-One process per mode drives SGLang's own classes on a CPU (``harness.Engine``); they measure in turn, REPEATS times. The
-hooked calls are measured in CPU time of their thread: one event record, one decode round, one restore of 80 layers
-with the round that waits for each of them. The busy loop, shaped like a scheduler, is wall-clock time, with the node's
-agent running. Compared is the difference to the process without the plugin in the same repeat; the interval is its
-quartiles. A busy machine widens it. Goals: a decode round at most 5 us, a restore round of 80 layers at most 50 us, the
-busy loop at most 0.5 %. ``--before`` also measures the package of another checkout, in the same turns.
+One process per mode drives SGLang's own classes on a CPU (``harness.Engine``). They measure in turns of some
+milliseconds, in an order drawn anew for each turn; who has no turn waits for a line of input. Measured are one event
+record, one decode round, one restore of 80 layers with the round that waits for each of them, and a loop shaped like a
+scheduler: a decode round, then host work. Times are CPU time of the thread, of the loop also on a clock. Compared is
+the difference to the process without the plugin in the same turn: its median, with the 95 % confidence interval of
+that (``hicache_obs.testing.median``). ``installed`` hooks nothing: what its intervals miss 0 by is how far two equal
+processes differ, however often they measure. That was up to 2.4 % for the host work alone where each process had its
+memory at other addresses. So ``setarch -R`` switches that off, where there is one, and all hash alike.
+
+The node's agent is on the other core. In the loop's part it runs in the turns of ``observing`` alone, looks into the
+ring at the start of each, and is stopped outside of them. Goals: a decode round at most 5 us, a restore round of 80
+layers at most 50 us, the busy loop at most 0.5 %. ``--before`` also measures the package of another checkout, in the
+same turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,11 +37,17 @@ MODES = ("absent", "installed", "observing")
 """``installed`` is HICACHE_OBS unset; ``absent`` also keeps the entry point from being loaded (SGLANG_PLUGINS=none)."""
 BEFORE = "before"
 LAYERS = 80
-ROUNDS = 100
+BUSY = "busy loop"
+CALLS = {"event record": 400, "decode round": 20, "restore round": 4, BUSY: 4}
+"""What is measured, and how many of it make a turn."""
+Turn = tuple[float, float]
+"""Nanoseconds per call: CPU time, and on a clock."""
+Measured = dict[str, dict[str, list[Turn]]]
+"""By what was measured, and by mode: one for each turn."""
 
 
 def serve() -> None:
-    """In the process under test: a line of nanoseconds by name for every line that comes in."""
+    """In the process under test: one turn for every line that comes in, the name of what to measure."""
     import harness
 
     if hasattr(harness, "load"):  # another checkout's may load at its import
@@ -68,33 +83,32 @@ def serve() -> None:
             engine.round(slot, 1.0, length=8)
             sum(range(200_000))
 
-        for _ in sys.stdin:
-            measured = {
-                "event record": per_call(event.record, 2000),
-                "decode round": per_call(lambda: engine.round(slot, 1.0, length=8), ROUNDS),
-                "restore round": per_call(restore, 20),
-                "busy loop": per_call(busy, 20, clock=time.perf_counter_ns),
-            }
-            print(json.dumps(measured), flush=True)
+        calls = {
+            "event record": event.record,
+            "decode round": lambda: engine.round(slot, 1.0, length=8),
+            "restore round": restore,
+            BUSY: busy,
+        }
+        for line in sys.stdin:
+            name = line.rstrip()
+            print(*turn(calls[name], CALLS[name]), flush=True)
 
 
-def per_call(fn, count: int, *, clock=time.thread_time_ns) -> float:
-    """Median of five batches, nanoseconds per call; of this thread's CPU time: waiting for a core is not our cost."""
-    for _ in range(min(count, 20)):
-        fn()
-    times = []
-    for _ in range(5):
-        started = clock()
-        for _ in range(count):
-            fn()
-        times.append((clock() - started) / count)
-    return statistics.median(times)
+def turn(call: Callable[[], object], count: int) -> Turn:
+    """Nanoseconds per call. Waiting for a core is not our cost, but on the clock it counts."""
+    for _ in range(1 + count // 20):  # others were here meanwhile
+        call()
+    clock, used = time.perf_counter_ns(), time.thread_time_ns()
+    for _ in range(count):
+        call()
+    used, clock = time.thread_time_ns() - used, time.perf_counter_ns() - clock
+    return used / count, clock / count
 
 
 def start(mode: str, folder: str, before: str) -> subprocess.Popen[str]:
     """A process in ``mode``. The plugin starts the agent, which empties the ring."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HICACHE_OBS")}
-    variables |= {"OMP_NUM_THREADS": "1", "HICACHE_OBS_DIR": folder, "HICACHE_OBS_PORT": "0"}
+    variables |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "HICACHE_OBS_DIR": folder, "HICACHE_OBS_PORT": "0"}
     variables |= {"HICACHE_OBS_PROCESSES": "all", "HICACHE_OBS_RING_SLOTS": str(1 << 17)}
     if mode == "absent":
         variables["SGLANG_PLUGINS"] = "none"
@@ -105,69 +119,100 @@ def start(mode: str, folder: str, before: str) -> subprocess.Popen[str]:
         os.mkdir(folder, 0o700)
         variables |= {"HICACHE_OBS_DIR": folder, "PYTHONPATH": before, "HARNESS": os.path.join(before, "tests_sglang")}
     command = [sys.executable, "-W", "ignore", __file__, "--serve"]
+    if shutil.which("setarch"):
+        command = ["setarch", "-R", *command]
     return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def ask(process: subprocess.Popen[str]) -> dict[str, float]:
-    """One measurement of it."""
+def ask(process: subprocess.Popen[str], name: str) -> Turn:
+    """One turn of it."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write("measure\n")
+    process.stdin.write(f"{name}\n")
     process.stdin.flush()
-    measured: dict[str, float] = json.loads(process.stdout.readline())
+    used, clock = process.stdout.readline().split()
+    return float(used), float(clock)
+
+
+def agents(folders: dict[str, str], timeout_s: float) -> dict[str, int]:
+    """By the mode it belongs to: the process of the node's agent, once it runs."""
+    from hicache_obs.recorder.agent_lock import running_agent
+
+    end, found = time.monotonic() + timeout_s, {}
+    while True:
+        for mode, folder in folders.items():
+            pid = running_agent(Path(folder)).get("pid", "")
+            if pid.isdigit():
+                found[mode] = int(pid)
+        if len(found) == len(folders) or time.monotonic() >= end:
+            return found
+        time.sleep(0.2)
+
+
+def measure(processes: dict[str, subprocess.Popen[str]], running: dict[str, int], turns: int) -> Measured:
+    """All turns of all processes."""
+    draw, order = random.Random(0), list(processes)
+    measured: Measured = {}
+    for name in CALLS:
+        if name == BUSY:
+            time.sleep(1)  # the agents have read what there is
+            for pid in running.values():
+                os.kill(pid, signal.SIGSTOP)
+        of = measured[name] = {mode: [] for mode in processes}
+        for _ in range(turns):
+            draw.shuffle(order)
+            for mode in order:
+                agent = running.get(mode) if name == BUSY else None
+                if agent is not None:
+                    os.kill(agent, signal.SIGCONT)
+                of[mode].append(ask(processes[mode], name))
+                if agent is not None:
+                    os.kill(agent, signal.SIGSTOP)
     return measured
 
 
-def stop_agent(folder: str) -> None:
-    """The agent outlives the process that started it."""
-    from hicache_obs.recorder.agent_lock import running_agent
-
-    pid = running_agent(Path(folder)).get("pid")
-    if pid:
-        os.kill(int(pid), signal.SIGTERM)
-
-
-def main(repeats: int, before: str) -> None:
-    values: dict[str, dict[str, list[float]]] = {}
+def main(turns: int, before: str) -> None:
     # Where a server's rings are unless it is told otherwise: a file on a disk costs a fault for each page written to.
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True, dir=memory) as folder:
         os.chmod(folder, 0o700)
+        folders = {"observing": folder} | ({BEFORE: os.path.join(folder, BEFORE)} if before else {})
         processes = {mode: start(mode, folder, before) for mode in (*MODES, *([BEFORE] if before else []))}
+        running: dict[str, int] = {}
         try:
             for process in processes.values():
-                ask(process)  # warm, and all of them started
-            for _ in range(repeats):
-                for mode, process in processes.items():
-                    for name, value in ask(process).items():
-                        values.setdefault(name, {}).setdefault(mode, []).append(value)
+                for name in CALLS:
+                    ask(process, name)  # warm, and all of them started
+            running = agents(folders, timeout_s=60)
+            assert running.keys() == folders.keys(), f"agents run of {list(running)} only"
+            measured = measure(processes, running, turns)
         finally:
             for process in processes.values():
                 process.kill()
                 process.wait()
-            stop_agent(folder)
-            if before:
-                stop_agent(os.path.join(folder, BEFORE))
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {repeats} repeats")
-    print(f"{'per':16} {' '.join(f'{mode:>12}' for mode in processes)}   added by observing (quartiles)")
-    for name, modes in values.items():
-        middle = [f"{statistics.median(modes[mode]) / 1e3:9.2f} us" for mode in processes]
-        print(f"{name:16} {' '.join(middle)}   {_added(modes, 'observing', name)}")
-        if before:
-            print(f"{'':16} {' ' * (13 * len(processes))}  before: {_added(modes, BEFORE, name)}")
+            for pid in (running or agents(folders, timeout_s=0)).values():  # they outlive the process that started them
+                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGCONT)
+    print(f"{turns} turns, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print("us per call, and what it is more than absent in the same turn: median (95 % interval)")
+    for name, modes in measured.items():
+        for clock in (False, True) if name == BUSY else (False,):
+            table(f"{name}, clock" if clock else name, {mode: [of[clock] for of in modes[mode]] for mode in processes})
 
 
-def _added(modes: dict[str, list[float]], mode: str, name: str) -> str:
-    """Median and quartiles of what ``mode`` adds; of the busy loop also as a part of it."""
-    pairs = list(zip(modes["absent"], modes[mode], strict=True))
-    added = sorted(after - before for before, after in pairs)
-    low, high = added[len(added) // 4], added[(3 * len(added)) // 4]
-    text = f"{statistics.median(added) / 1e3:+.2f} us ({low / 1e3:+.2f} … {high / 1e3:+.2f})"
-    if name != "busy loop":
-        return text
-    parts = sorted(100 * (after / before - 1) for before, after in pairs)
-    low, high = parts[len(parts) // 4], parts[(3 * len(parts)) // 4]
-    return f"{text}, {statistics.median(parts):+.2f} % ({low:+.2f} … {high:+.2f})"
+def table(name: str, modes: dict[str, list[float]]) -> None:
+    """A line per mode."""
+    from hicache_obs.testing.median import median, percent_more
+
+    absent = modes["absent"]
+    for mode, values in modes.items():
+        line = f"{name if values is absent else '':18} {mode:10} {statistics.median(values) / 1e3:9.2f}"
+        if values is not absent:
+            more = median([(mine - other) / 1e3 for mine, other in zip(values, absent, strict=True)])
+            line += f"  {more:+.2f}"
+            if name.startswith(BUSY):
+                line += f", {percent_more(values, absent):+.2f} %"
+        print(line)
 
 
 if __name__ == "__main__":
@@ -176,7 +221,7 @@ if __name__ == "__main__":
         serve()
     else:
         parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-        parser.add_argument("repeats", type=int, nargs="?", default=9)
+        parser.add_argument("turns", type=int, nargs="?", default=400)
         parser.add_argument("--before", default="", metavar="FOLDER", help="another checkout")
         arguments = parser.parse_args()
-        main(arguments.repeats, arguments.before)
+        main(arguments.turns, arguments.before)

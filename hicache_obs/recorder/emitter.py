@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final, Literal
 
 from hicache_obs.recorder.counters import RecorderCounters
+from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lanes
 from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
 from hicache_obs.recorder.pending import DEFAULT_MAX_PENDING, PendingTimes
-from hicache_obs.recorder.sink import RecordSink
+from hicache_obs.recorder.sink import BlockSink, RecordSink
 from hicache_obs.records import (
     NO_OP,
     AnyRecord,
@@ -38,6 +39,13 @@ from hicache_obs.streams.protocol import Device, Probe, Stream
 MAX_FAILURES: Final = 16
 MAX_SITES: Final = 4096
 MAX_STREAMS: Final = 1 << 16
+
+_OFF: Final = CaptureMode.OFF  # looking up an enum member costs as much as the clock
+_SWITCHED_OFF: Final = DropReason.SWITCHED_OFF
+_SEGMENT: Final = RangeName.SEGMENT
+_COPY: Final = RangeName.COPY
+
+_now_ns: Final = time.perf_counter_ns
 
 _LOG: Final = logging.getLogger(__name__)
 Build = Callable[[OpId, ThreadId, int], AnyRecord | None]
@@ -67,12 +75,14 @@ class Emitter:
         lanes: Lanes | None = None,
     ) -> None:
         self._sink = sink
+        self._packs: Final = sink if isinstance(sink, BlockSink) else None
+        """The same, if it takes packed records."""
         self._clock = clock
         self._ranges = open_ranges() if ranges is None else ranges
         # Re-entrant: a signal handler may use the engine while its own thread is in a hook. A ring's own, if the
         # records go into one: two locks would cost twice as much.
         self._lock = getattr(sink, "lock", None) or threading.RLock()
-        self._tally_lock = threading.RLock()
+        self._acquire, self._release = self._lock.acquire, self._lock.release  # half of what ``with`` costs
         self._busy = False
         self._on = True
         self._lanes = Lanes() if lanes is None else lanes
@@ -89,7 +99,7 @@ class Emitter:
         self._stream_known: dict[tuple[int, int], int] = {}
         self._row_of_failures = 0
         self._counters: Final = RecorderCounters()
-        """Of ranges under ``_tally_lock``, all others under ``_lock``."""
+        """But for those of ranges, under ``_lock``."""
         self._pending: Final = PendingTimes(
             sink, self._lock, self._counters, clock=clock, failed=self._failed, limit=max_pending
         )
@@ -112,7 +122,7 @@ class Emitter:
     @property
     def counters(self) -> RecorderCounters:
         """A snapshot."""
-        with self._lock, self._tally_lock:
+        with self._lock:
             return replace(self._counters)
 
     def define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> None:
@@ -128,12 +138,12 @@ class Emitter:
         self, build: Build, device: Device | None = None, name: RangeName | None = None, *, uses_op: bool = True
     ) -> Probe | None:
         """Append what ``build`` makes, and count it; a probe if it was kept and ``device`` is given."""
-        started = time.perf_counter_ns()
         if not (self._on and self._sink.writable):
             return None
-        if self._sink.mode is CaptureMode.OFF:
-            self._sink.drop(DropReason.SWITCHED_OFF)
+        if self._sink.mode is _OFF:
+            self._sink.drop(_SWITCHED_OFF)
             return None
+        started = _now_ns()
         if self._lanes.lane.batch is not None:
             self.flush_batch()
         try:
@@ -152,40 +162,109 @@ class Emitter:
                         self._next_op = op + 1  # type: ignore[assignment] # a call of the type costs as much as the clock
                     kept = self._sink.append(record)
                     self._row_of_failures = 0
-                    if not kept or name is None:
-                        return None
-                    if name is RangeName.SEGMENT:
-                        self._counters.launches += 1
-                    elif name is RangeName.COPY:
-                        self._counters.copies += 1
-                    else:
-                        self._counters.waits += 1
-                    return None if device is None else self._probe(device, op, thread, name)
+                    return self._kept(device, op, thread, name) if kept and name is not None else None
                 finally:
                     self._busy = False
-                    self._counters.hook_ns += time.perf_counter_ns() - started
+                    self._counters.hook_ns += _now_ns() - started
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
             self._failed(error)
             return None
 
-    def _probe(self, device: Device, op: OpId, thread: ThreadId, name: RangeName) -> Probe:
+    def _write(
+        self,
+        put: Callable[..., bool],
+        word: int,
+        rest: tuple[Any, ...],
+        streams: tuple[int, ...],
+        name: RangeName | None = None,
+        device: Device | None = None,
+        event: EventState | None = None,
+        version: int = 0,
+    ) -> Probe | Literal[False] | None:
+        """As ``_emit``, of a record that is packed at once; False if nothing was done: then ``_emit`` sees to it.
+
+        Args:
+            put: ``BlockSink.put`` or ``put_work``.
+            word: The slot's first word but for the thread.
+            rest: What ``put`` gets after the time.
+            streams: Those that the operation is queued on.
+            event: Was waited for by the thread; the record is left out if it was recorded since ``version``.
+        """
+        sink = self._sink
+        if not (self._on and sink.writable):
+            return None
+        if sink.mode is _OFF:
+            sink.drop(_SWITCHED_OFF)
+            return None
+        started, lane = _now_ns(), self._lanes.lane
+        number = lane.number
+        if number < 0 or lane.batch is not None or not self._streams.issuperset(streams):
+            return False
+        try:
+            self._acquire()
+            try:
+                if self._busy:
+                    return False
+                self._busy = True
+                try:
+                    if event is not None and not self._settled(event, version):
+                        return None
+                    op = self._next_op
+                    try:
+                        if not put(word | number << 32, op, self._clock(), *rest):
+                            return False
+                    except Exception:  # noqa: BLE001 ``_emit`` says what is wrong with it
+                        return False
+                    self._next_op = op + 1  # type: ignore[assignment] # as in _emit
+                    last_on = self._last_on
+                    for handle in streams:
+                        last_on[handle] = op
+                    if event is not None:
+                        event.known_to[number] = version
+                    self._row_of_failures = 0
+                    return None if name is None else self._kept(device, op, number, name)
+                finally:
+                    self._busy = False
+                    self._counters.hook_ns += _now_ns() - started
+            finally:
+                self._release()
+        except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            self._failed(error)
+            return None
+
+    def _kept(self, device: Device | None, op: OpId, thread: ThreadId, name: RangeName) -> Probe | None:
+        """Count a launch, copy or wait that was recorded; a probe for it if ``device`` is given."""
+        counters = self._counters
+        if name is _SEGMENT:
+            counters.launches += 1
+        elif name is _COPY:
+            counters.copies += 1
+        else:
+            counters.waits += 1
+        if device is None:
+            return None
         probe = device.probe(partial(self._open_range, name, op), self._close_range)
         self._pending.add(op, thread, probe, device)
         return probe
 
+    def _settled(self, event: EventState, version: int) -> bool:
+        """Whether no record of ``event`` was made since ``version``, nor was being made then."""
+        if event.stamp == version and not version & 1:
+            return True
+        self._counters.uncertain += 1
+        return False
+
     def _open_range(self, name: RangeName, op: OpId) -> None:
         try:
             self._ranges.push(name, op)
-            with self._tally_lock:
-                self._counters.ranges_opened += 1
+            self._counters.ranges_opened += 1  # no other thread comes in between here: there is no call
         except Exception as error:  # noqa: BLE001 this runs inside the device
             self._failed(error)
 
     def _close_range(self) -> None:
         try:
             self._ranges.pop()
-            with self._tally_lock:
-                self._counters.ranges_closed += 1
+            self._counters.ranges_closed += 1  # as above
         except Exception as error:  # noqa: BLE001 this runs inside the device
             self._failed(error)
 

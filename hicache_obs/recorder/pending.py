@@ -10,11 +10,12 @@ from typing import Final
 
 from hicache_obs.recorder.counters import RecorderCounters
 from hicache_obs.recorder.pair import Pair
-from hicache_obs.recorder.sink import RecordSink
-from hicache_obs.records import DropReason, OpId, ThreadId, Times
+from hicache_obs.recorder.sink import BlockSink, RecordSink
+from hicache_obs.records import KINDS, DropReason, OpId, ThreadId, Times
 from hicache_obs.streams.protocol import Device, Probe
 
 DEFAULT_MAX_PENDING: Final = 1 << 14
+_TIMES: Final = KINDS.index(Times)
 _Item = tuple[OpId, ThreadId, Probe, Device]
 
 
@@ -40,6 +41,8 @@ class PendingTimes:
         limit: int = DEFAULT_MAX_PENDING,
     ) -> None:
         self._sink: Final = sink
+        self._packs: Final = sink if isinstance(sink, BlockSink) else None
+        """The same, if it takes packed records."""
         self._lock: Final = lock
         self._counters: Final = counters
         self._clock: Final = clock
@@ -76,21 +79,20 @@ class PendingTimes:
         count = 0
         try:
             while self._sink.writable and (item := self._first()) is not None:
-                op, thread, probe, device = item
+                probe = item[2]
                 try:
                     if not probe.ready():
                         if item is self._first():
                             break
                         continue  # it was given up meanwhile
                     start_ns, end_ns = probe.times_ns()
-                    error_ns = device.clock_error_ns
+                    error_ns = item[3].clock_error_ns
                 except Exception as error:  # noqa: BLE001 a device error must not end the agent
                     if self._take(item):
                         self._give_up()
                         self._failed(error)
                     continue
-                if self._take(item):
-                    self._sink.append(Times(op, thread, self._clock(), start_ns, end_ns, error_ns))
+                if self._take(item, (start_ns, end_ns, error_ns, 0)):
                     count += 1
             self._sink.beat(self._clock())
         finally:
@@ -100,15 +102,22 @@ class PendingTimes:
         return count
 
     def _first(self) -> _Item | None:
-        with self._lock:
-            return self._items[0] if self._items else None
+        try:
+            return self._items[0]  # without the lock: whoever takes it looks again
+        except IndexError:
+            return None
 
-    def _take(self, item: _Item) -> bool:
-        """Remove ``item``, if it is still the first."""
+    def _take(self, item: _Item, times: tuple[int, int, int, int] | None = None) -> bool:
+        """Remove ``item``, if it is still the first, and append its times: start, end, error in ns, and 0."""
+        items, packs = self._items, self._packs
         with self._lock:
-            if not self._items or self._items[0] is not item:
+            if not items or items[0] is not item:
                 return False
-            self._items.popleft()
+            items.popleft()
+            if times is not None:
+                op, thread, now = item[0], item[1], self._clock()
+                if packs is None or not packs.put_work(_TIMES | thread << 32, op, now, times, (0, 0), ()):
+                    self._sink.append(Times(op, thread, now, *times[:3]))
             return True
 
     def _give_up(self) -> None:

@@ -61,7 +61,7 @@ class RecordedEvent:
         """See ``protocol.Event.record``."""
         device = self._device
         bare = None if stream is None else unwrap_stream(stream)
-        device.recorder.begin_event_record(self.state, device.bare.current_stream if bare is None else lambda: bare)
+        device.recorder.begin_event_record(device.bare, self.state, bare)
         try:
             self.bare.record(bare)
         finally:

@@ -10,7 +10,7 @@ was complete is not what a record written now would say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from hicache_obs.recorder.emitter import MAX_STREAMS, Emitter
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.nvtx_ranges import RangeName
 from hicache_obs.recorder.pair import Pair
+from hicache_obs.recorder.slot import EVENT_RECORD, EVENT_SYNC, EVENT_WAIT, KERNEL, MEMCPY, WAIT_STREAM
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
@@ -59,6 +60,9 @@ from hicache_obs.records import (
     Work,
 )
 from hicache_obs.streams.protocol import Device, Probe, Stream
+
+_SEGMENT, _COPY = RangeName.SEGMENT, RangeName.COPY  # looking up an enum member costs as much as the clock
+_WAIT_STREAM, _WAIT_EVENT = RangeName.WAIT_STREAM, RangeName.WAIT_EVENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,21 @@ class Recorder(Emitter):
 
     def work(self, device: Device, work: Work, *, timed: bool = True) -> Probe | None:
         """``work`` is launched on the current stream. The probe is for the launch call."""
+        name = _SEGMENT if work.direction is None and not work.moves else _COPY
+        packs, site = self._packs, self._sites.get(work.site)
+        if packs is not None and site is not None and work.rows is None and not work.moves:
+            try:
+                handle = device.current_stream().stream_id
+                word = KERNEL if work.direction is None else MEMCPY | work.direction << 16
+                rest = (handle, site, work.group, work.size_bytes), work.layers, work.accesses
+                done = self._write(packs.put_work, word, rest, (handle,), name, device if timed else None)
+            except Exception:  # noqa: BLE001 what is wrong with it is said below
+                done = False
+            if done is not False:
+                return done
+        return self._work(device, work, name, timed)
 
+    def _work(self, device: Device, work: Work, name: RangeName, timed: bool) -> Probe | None:
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
             stream = self._queue_on(device.current_stream(), op)
             site = self._site(work.site)
@@ -146,7 +164,6 @@ class Recorder(Emitter):
                 op, thread, now, stream, site, work.group, work.size_bytes, work.layers, work.accesses, work.direction
             )
 
-        name = RangeName.SEGMENT if work.direction is None and not work.moves else RangeName.COPY
         return self._emit(build, device if timed else None, name)
 
     def begin_replay(
@@ -219,21 +236,36 @@ class Recorder(Emitter):
         self, device: Device, stream: Stream, event: EventState, purpose: Purpose, *, timed: bool = True
     ) -> Probe | None:
         """``stream`` is told to wait for ``event``. The probe is for the wait call."""
-
-        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
-            return EventWait(op, thread, now, event.event_id, self._queue_on(stream, op), purpose)
-
-        return self._emit(build, device if timed else None, RangeName.WAIT_EVENT)
+        chosen = device if timed else None
+        if self._packs is not None:
+            handle = stream.stream_id
+            rest = event.event_id, handle
+            done = self._write(self._packs.put, EVENT_WAIT | purpose << 16, rest, (handle,), _WAIT_EVENT, chosen)
+            if done is not False:
+                return done
+        return self._emit(
+            lambda op, thread, now: EventWait(op, thread, now, event.event_id, self._queue_on(stream, op), purpose),
+            chosen,
+            _WAIT_EVENT,
+        )
 
     def wait_stream(
         self, device: Device, waiter: Stream, on: Stream, purpose: Purpose, *, timed: bool = True
     ) -> Probe | None:
         """``waiter`` is told to wait for ``on``. The probe is for the wait call."""
-
-        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
-            return WaitStream(op, thread, now, self._queue_on(waiter, op), self._queue_on(on, op), purpose)
-
-        return self._emit(build, device if timed else None, RangeName.WAIT_STREAM)
+        chosen = device if timed else None
+        if self._packs is not None:
+            both = waiter.stream_id, on.stream_id
+            done = self._write(self._packs.put, WAIT_STREAM | purpose << 16, both, both, _WAIT_STREAM, chosen)
+            if done is not False:
+                return done
+        return self._emit(
+            lambda op, thread, now: WaitStream(
+                op, thread, now, self._queue_on(waiter, op), self._queue_on(on, op), purpose
+            ),
+            chosen,
+            _WAIT_STREAM,
+        )
 
     def abandon(self, probe: Probe | None) -> None:
         """The call that ``probe`` was for has failed: its times will never come."""
@@ -241,25 +273,28 @@ class Recorder(Emitter):
             return
         self._pending.abandon(probe)
 
-    def begin_event_record(self, event: EventState, stream: Callable[[], Stream]) -> None:
-        """``event`` is recorded on the stream that ``stream()`` gives. Partner of ``end_event_record``."""
-
-        def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord:
-            return EventRecord(op, thread, now, event.event_id, self._queue_on(stream(), op))
-
-        if not self.on:
-            return  # without the lock: in a forked child it may be held for ever
-        with self._lock:
-            event.version += 1
+    def begin_event_record(self, device: Device, event: EventState, stream: Stream | None) -> None:
+        """``event`` is recorded on ``stream``, or on the current one. Partner of ``end_event_record``."""
+        event.version += 1  # without the lock: no other thread comes in between here, there is no call
+        if event.known_to:
             event.known_to.clear()
-        self._emit(build)
+        if self._packs is not None and stream is not None:
+            handle = stream.stream_id
+            if self._write(self._packs.put, EVENT_RECORD, (event.event_id, handle), (handle,)) is not False:
+                return
+        self._emit(
+            lambda op, thread, now: EventRecord(
+                op,
+                thread,
+                now,
+                event.event_id,
+                self._queue_on(device.current_stream() if stream is None else stream, op),
+            )
+        )
 
     def end_event_record(self, event: EventState) -> None:
         """The device's call has returned or failed. Partner of ``begin_event_record``."""
-        if not self._on:
-            return
-        with self._lock:
-            event.version += 1
+        event.version += 1  # as above
 
     def event_queried(self, event: EventState, version: int, result: bool) -> None:
         """A query of ``event`` has returned; ``version`` is from before the call."""
@@ -270,18 +305,22 @@ class Recorder(Emitter):
             if result:
                 if not self._settled(event, version):
                     return None
-                event.known_to[thread] = event.stamp
+                event.known_to[thread] = version
             return EventQuery(op, thread, now, event.event_id, result)
 
         self._emit(build)
 
     def event_synchronized(self, event: EventState, version: int) -> None:
         """A synchronize of ``event`` has returned; ``version`` is from before the call."""
+        packs, rest = self._packs, (event.event_id, 0)
+        if packs is None or self._write(packs.put, EVENT_SYNC, rest, (), event=event, version=version) is False:
+            self._synchronized(event, version)
 
+    def _synchronized(self, event: EventState, version: int) -> None:
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord | None:
             if not self._settled(event, version):
                 return None
-            event.known_to[thread] = event.stamp
+            event.known_to[thread] = version
             return EventSync(op, thread, now, event.event_id)
 
         self._emit(build)
@@ -400,13 +439,6 @@ class Recorder(Emitter):
         return self._pending.resolve()
 
     # -- inside ----------------------------------------------------------------------------------------------
-
-    def _settled(self, event: EventState, version: int) -> bool:
-        """Whether no record of ``event`` was made since ``version``, nor was being made then."""
-        if event.stamp == version and not version & 1:
-            return True
-        self._counters.uncertain += 1
-        return False
 
     def _marker(self, thread: ThreadId, stream: Stream) -> EventId:
         key = (thread, stream.stream_id)

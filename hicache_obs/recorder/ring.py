@@ -69,6 +69,7 @@ _pack_round: Final = pack_work[2]
 _MODE: Final = int(RingWord.MODE)  # plain numbers: looking up an enum member costs more than the store
 _HEAD_WORD: Final = int(RingWord.HEAD)
 _ARENA_LOW: Final = int(RingWord.ARENA_LOW)
+_DROPPED: Final = int(RingWord.DROPPED)
 
 _MODES: Final = tuple(CaptureMode)
 
@@ -204,28 +205,36 @@ class RingWriter:
         head, words = self._head, self._words
         if head >= self._full_at or self._any_lost or self._busy or not self._open or not words[_MODE]:
             return False
-        pack_plain_into(self._map, HEADER_BYTES + head % self._slots * SLOT_BYTES, word, op, host_ns, a, b)
-        if not _STRONG_ORDER:
-            self._fence.release()
-            self._fence.acquire()
-        words[_HEAD_WORD] = self._head = head + 1
+        self._busy = True
+        try:
+            pack_plain_into(self._map, HEADER_BYTES + head % self._slots * SLOT_BYTES, word, op, host_ns, a, b)
+            if not _STRONG_ORDER:
+                self._fence.release()
+                self._fence.acquire()
+            words[_HEAD_WORD] = self._head = head + 1
+        finally:
+            self._busy = False
         return True
 
     def put_work(
         self, word: int, op: int, host_ns: int, numbers: tuple[int, int, int, int], layers: tuple[int, int],
         accesses: tuple[Access, ...],
     ) -> bool:  # fmt: skip
-        """As ``put``, for a record with accesses; ``numbers`` are its a to d, ``word`` is without their count."""
+        """As ``put``, for a record with accesses or more numbers, its a to d; ``word`` is without their count."""
         head = self._head
         if head >= self._full_at or self._any_lost or self._busy or not self._open or not self._words[_MODE]:
             return False
-        cells = self._cells(accesses)
-        if cells is None:
-            return False
-        count = len(accesses)
-        place = HEADER_BYTES + head % self._slots * SLOT_BYTES
-        pack_work[count](self._map, place, word | count << 8, op, host_ns, *numbers, *layers, *cells)
-        self._publish(head + 1)
+        self._busy = True
+        try:
+            cells = self._cells(accesses) if accesses else ()
+            if cells is None:
+                return False
+            count = len(accesses)
+            place = HEADER_BYTES + head % self._slots * SLOT_BYTES
+            pack_work[count](self._map, place, word | count << 8, op, host_ns, *numbers, *layers, *cells)
+            self._publish(head + 1)
+        finally:
+            self._busy = False
         return True
 
     def put_round(
@@ -326,7 +335,7 @@ class RingWriter:
             return
         with self._lock:
             if self._open:
-                self._words[RingWord.DROPPED + reason] += count
+                self._words[_DROPPED + reason] += count
                 self._pending_lost[reason] += count
                 self._any_lost = True
 

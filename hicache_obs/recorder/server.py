@@ -14,11 +14,10 @@ from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lane
 from hicache_obs.recorder.recorder import Recorder
 from hicache_obs.recorder.sink import BlockSink, Numbers
-from hicache_obs.recorder.slot import plain_record
+from hicache_obs.recorder.slot import KERNEL, MEMCPY, plain_record
 from hicache_obs.records import (
     ALL_LAYERS,
     IN_ORDER,
-    KINDS,
     Access,
     AnyRecord,
     DefineSpace,
@@ -37,9 +36,7 @@ from hicache_obs.records import (
 )
 from hicache_obs.streams.protocol import Stream
 
-_KERNEL: Final = KINDS.index(Kernel)
-_MEMCPY: Final = KINDS.index(Memcpy)
-_ROUND: Final = _KERNEL | 2 << 8
+_ROUND: Final = KERNEL | 2 << 8
 """A kernel with two accesses."""
 
 
@@ -49,7 +46,6 @@ class ServerRecorder(Recorder):
     def __init__(self, sink: BlockSink, **options: Any) -> None:
         super().__init__(sink, **options)
         self._blocks = sink
-        self._acquire, self._release = self._lock.acquire, self._lock.release
         self._shapes = Shapes()
 
     @property
@@ -200,7 +196,7 @@ class ServerRecorder(Recorder):
         if lane.batch is not None or not self.on or lane.number < 0 or site is None or handle not in self._streams:
             return False
         try:
-            word = _KERNEL if work.direction is None else _MEMCPY | work.direction << 16
+            word = KERNEL if work.direction is None else MEMCPY | work.direction << 16
             numbers = handle, site, work.group, work.size_bytes
             with self._lock:
                 op = self._next_op

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hicache_obs.recorder.batch import Block
 from hicache_obs.records import Access, AnyRecord, CaptureMode, DropReason
@@ -36,6 +36,7 @@ class RecordSink(Protocol):
         """Say that the writer is alive."""
 
 
+@runtime_checkable
 class BlockSink(RecordSink, Protocol):
     """A ``RecordSink`` that also takes packed records, and many at once. See ``RingWriter``."""
 

@@ -67,7 +67,11 @@ _pack_text: Final = struct.Struct(f"{_HEAD}{MAX_TEXT_BYTES}s").pack_into
 EVENT_RECORD: Final = KINDS.index(EventRecord)
 EVENT_WAIT: Final = KINDS.index(EventWait)
 WAIT_STREAM: Final = KINDS.index(WaitStream)
+EVENT_SYNC: Final = KINDS.index(EventSync)
 """Kinds that ``RingWriter.put`` takes."""
+KERNEL: Final = KINDS.index(Kernel)
+MEMCPY: Final = KINDS.index(Memcpy)
+"""Kinds that ``RingWriter.put_work`` takes."""
 
 
 class SlotPacker:
@@ -281,11 +285,13 @@ class SlotPacker:
         return True
 
 
-def plain_record(word: int, op: int, host_ns: int, a: int, b: int) -> EventRecord | EventWait | WaitStream:
+def plain_record(word: int, op: int, host_ns: int, a: int, b: int) -> EventRecord | EventWait | EventSync | WaitStream:
     """The record that these numbers of a slot are, as ``put`` gets them."""
     kind, common = word & 0xFF, (OpId(op), ThreadId(word >> 32), host_ns)
     if kind == EVENT_RECORD:
         return EventRecord(*common, EventId(a), StreamId(b))
+    if kind == EVENT_SYNC:
+        return EventSync(*common, EventId(a))
     purpose = Purpose(word >> 16 & 0xFFFF)
     if kind == EVENT_WAIT:
         return EventWait(*common, EventId(a), StreamId(b), purpose)

@@ -35,6 +35,7 @@ from hicache_obs.records import (
     Work,
     slot_list_head,
 )
+from hicache_obs.streams import VirtualDevice
 
 
 class Stream:
@@ -124,7 +125,7 @@ def test_a_block_waits_for_its_ids_and_what_follows_waits_behind_it(ring):
     held.expect()
     touched = (Access(Space.HOST, Mode.READ, np.array([1])), Access(Space.DEVICE, Mode.WRITE, late(ids)))
     load(recorder, touched, 2)
-    recorder.begin_event_record(recorder.new_event(), lambda: STREAM)
+    recorder.begin_event_record(VirtualDevice(), recorder.new_event(), STREAM)
     assert held.flush() == 0
     ids.there = True
     assert held.flush() == 5
