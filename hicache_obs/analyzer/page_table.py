@@ -48,6 +48,7 @@ SHARED: Final = 2
 OWN: Final = 4
 """Factor of the owner in a state."""
 FRESH_FROM: Final = OWN * Own.FRESH
+_HELD: Final = OWN * Own.HELD
 FREED_FROM: Final = OWN * Own.FREED
 _AFTER_WRITE: Final = bytes((state - OWN if state // OWN == Own.FRESH else state) | WROTE for state in range(256))
 """By state: the state once the page is written."""
@@ -56,7 +57,8 @@ _NOT_FRESH: Final = bytes(range(FRESH_FROM))
 _NOT_FREE: Final = bytes(range(FREED_FROM))
 _UNWRITTEN: Final = bytes(range(0, OWN * len(Own), 2))
 _UNIFORM: Final = tuple(bytes([state]) * _LONG for state in range(OWN * len(Own)))
-"""By state: pages that all have it. Most often all pages of an operation do."""
+"""By state: so many pages that have it."""
+_BYTE: Final = np.dtype(np.uint8)
 
 
 class Room:
@@ -150,41 +152,59 @@ class PageTable:
         if len(ids) > _FEW:
             place = self.place(ids)
             (self.given if given else self.freed)[place] = number
-            before = self.state[place].tobytes()
-            self.state[place] = np.frombuffer(before.translate(rule), np.uint8)
-            states = np.frombuffer(before, np.uint8) & SHARED
-            return ids[states.nonzero()].tolist() if states.item(states.argmax()) else []
+            before = self.state[place]
+            several = before & SHARED  # now: ``before`` may be a part of the table
+            self.state[place] = rule[before.item(0)] if _alike(before) else _changed(before, rule)
+            return ids[several.nonzero()].tolist() if several.item(several.argmax()) else []
         pages: list[int] = ids.tolist()
         if min(pages) < 0 or max(pages) >= len(self._cells):
             self._grow(min(pages), max(pages))
-        column, cells = self.given if given else self.freed, self._cells
-        shared = [page for page in pages if cells[page] & SHARED]
+        column, cells, shared = self.given if given else self.freed, self._cells, []
         for page in pages:
+            state = cells[page]
+            if state & SHARED:
+                shared.append(page)
             column[page] = number
-            cells[page] = rule[cells[page]]
+            cells[page] = rule[state]
         return shared
 
-    def note_write(self, place: PageIds | slice) -> tuple[int, bool, bool]:
+    def note_write(self, ids: PageIds) -> tuple[PageIds | slice, int, bool, bool]:
         """Pages are written.
 
         Returns:
-            How many of them have a known owner; whether any of them is free; whether any was never written before.
+            What to index the arrays with for them; how many of them have a known owner; whether any of them is free;
+            whether any was never written before.
         """
-        state = self.state[place]
-        owned, worst, written = _summary(state)
-        if worst >= FRESH_FROM or written < len(state):
-            self.state[place] = np.frombuffer(state.tobytes().translate(_AFTER_WRITE), np.uint8)
-        return owned, worst >= FREED_FROM, written < len(state)
+        place, state = self._find(ids)
+        owned, worst, written, alike = _summary(state)
+        new = written < len(state)
+        if new or worst >= FRESH_FROM:
+            self.state[place] = _AFTER_WRITE[worst] if alike else _changed(state, _AFTER_WRITE)
+        return place, owned, worst >= FREED_FROM, new
 
-    def look(self, place: PageIds | slice) -> tuple[int, bool, int]:
+    def look(self, ids: PageIds) -> tuple[PageIds | slice, int, bool, int]:
         """Pages are read.
 
         Returns:
-            How many of them have a known owner; whether any is free, or not written for its owner; how many were ever
-            written.
+            What to index the arrays with for them; how many of them have a known owner; whether any is free, or not
+            written for its owner; how many were ever written.
         """
-        owned, worst, written = _summary(self.state[place])
-        return owned, worst >= FRESH_FROM, written
+        place, state = self._find(ids)
+        owned, worst, written, _ = _summary(state)
+        return place, owned, worst >= FRESH_FROM, written
+
+    def _find(self, ids: PageIds) -> tuple[PageIds | slice, States]:
+        """``place`` of pages, and their states. Of a few, looking these up finds an id that is too large."""
+        if len(ids) < _LONG:
+            try:
+                state = self.state[ids]
+            except IndexError:
+                pass
+            else:
+                if ids.item(ids.argmin()) >= 0:
+                    return ids, state
+        place = self.place(ids)
+        return place, self.state[place]
 
     def rebase(self, by: int) -> None:
         """Take ``by`` off all numbers. A group below 1 becomes 1, older than any that matters; a call none."""
@@ -213,22 +233,33 @@ class PageTable:
         self._view()
 
 
-def _summary(state: States) -> tuple[int, int, int]:
-    """Of pages: how many have a known owner, some state of the worst owner, and how many were ever written."""
+def _changed(state: States, rule: bytes) -> States:
+    """New states of pages, ``rule`` having one for each."""
+    return np.frombuffer(state.tobytes().translate(rule), _BYTE)
+
+
+def _alike(state: States) -> bool:
+    """Whether all of some pages have the same state, as most often all pages of an operation do."""
+    return state.item(state.argmin()) == state.item(state.argmax())
+
+
+def _summary(state: States) -> tuple[int, int, int, bool]:
+    """Of pages: how many have a known owner, some state of the worst owner, how many were ever written; and whether
+    all have that one state."""
     count = len(state)
     if count > _LONG:
         first, top = state.item(state.argmin()), state.item(state.argmax())
         if first != top:
-            return int(np.count_nonzero(state >= OWN)), top, int(np.count_nonzero(state & WROTE))
+            return int(np.count_nonzero(state >= OWN)), top, int(np.count_nonzero(state & WROTE)), False
     else:  # numpy's functions take longer for so few
         cells = state.tobytes()
         first = cells[0]
         if cells != _UNIFORM[first][:count]:
-            worst = OWN * Own.HELD
+            worst = _HELD
             if wrong := cells.translate(None, _NOT_FRESH):
                 worst = FREED_FROM if wrong.translate(None, _NOT_FREE) else FRESH_FROM
-            return len(cells.translate(None, _UNOWNED)), worst, len(cells.translate(None, _UNWRITTEN))
-    return count if first >= OWN else 0, first, count if first & WROTE else 0
+            return len(cells.translate(None, _UNOWNED)), worst, len(cells.translate(None, _UNWRITTEN)), False
+    return count if first >= OWN else 0, first, count if first & WROTE else 0, True
 
 
 def _consecutive(ids: PageIds) -> bool:

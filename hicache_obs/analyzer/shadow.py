@@ -54,6 +54,7 @@ MAX_KEPT_IDS: Final = 1 << 22
 """Page ids in the groups that measured times are compared with; their arrays take at most eight bytes for each."""
 _NO_PAGES: Final = np.empty(0, np.int64)
 _READ: Final = Mode.READ
+_WRITE: Final = Mode.WRITE
 
 Touching = Kernel | Memcpy | HostAccess | GraphReplay | GraphNode | Relocate | IoBegin
 """Records of operations that touch pages."""
@@ -410,6 +411,9 @@ class Shadow:
                 self.forgotten += overflow
                 done += overflow
             done = min(done, len(history) - 1)  # the newest may still grow
+            for group in history[:done]:
+                if group.number < self.oldest:
+                    self._let_go(group)
             del history[:done]
         self._prune_kept()
         if self._numbers - self.base > MAX_NUMBER:
@@ -425,6 +429,14 @@ class Shadow:
             self._kept_ids -= sum(len(access.ids) for access in group.accesses)
             group.shared.clear()
             group.latest.clear()
+            if group.number < self._history[group.actor][0].number:  # else it may still race
+                self._let_go(group)
+
+    def _let_go(self, group: Group) -> None:
+        """The group was dropped: part it from its members, or both wait for Python's collector of cycles. That would
+        cost a long trace a sixth of its time, and of its memory."""
+        if group not in self._rivals:  # else a thread that comes later can still race with it
+            group.members.clear()
 
     @property
     def oldest(self) -> int:
@@ -469,43 +481,43 @@ class Shadow:
         """
         number, safe, owned = group.number - self.base, group.safe - self.base, 0
         ordered = safe == number - 1
-        clear, unwritten = True, False
-        reads: list[tuple[PageTable, PageIds | slice, int, int]] = []
-        writes: list[tuple[PageTable, PageIds | slice, int, int]] = []
+        clear, suspect, unwritten = True, False, False
+        written: list[tuple[PageTable, PageIds | slice]] = []
         for access in group.accesses:
-            count = len(access.ids)
-            if count:
-                self._kept_ids += count
+            if access.mode is _WRITE and (count := len(access.ids)):
                 table = self.table(access)
-                at = 4 * access.space + 2 * access.mode
+                place, known, free, new = table.note_write(access.ids)
+                earlier = count
+                if new or not ordered or written:  # else all of them were written before, by another operation
+                    last = table.touched[place]
+                    earlier = int(np.count_nonzero(last))
+                    clear = clear and (ordered or last.item(last.argmax()) <= safe)
+                at = 4 * access.space + 2
                 sums[at] += count
-                found = reads if access.mode is _READ else writes
-                found.append((table, table.place(access.ids), count, at + 1))
-        for table, place, count, at in writes:
-            known, free, new = table.note_write(place)
-            owned += known
-            group.suspect |= free
-            unwritten |= new
-            if new or not ordered or len(writes) > 1:  # else all of them were written before, by another operation
-                last = table.touched[place]
-                sums[at] += count if last.item(last.argmin()) else int(np.count_nonzero(last))
-                clear = clear and (ordered or last.item(last.argmax()) <= safe)
-            else:
+                sums[at + 1] += earlier
+                owned += known
+                suspect |= free
+                unwritten |= new
+                written.append((table, place))
+                self._kept_ids += count
+        for access in group.accesses:
+            if access.mode is _READ and (count := len(access.ids)):
+                table = self.table(access)
+                place, known, wrong, earlier = table.look(access.ids)
+                if unwritten or not ordered:  # before this operation's own writes are marked
+                    last = table.wrote[place]
+                    earlier = int(np.count_nonzero(last))
+                    clear = clear and (ordered or last.item(last.argmax()) <= safe)
+                at = 4 * access.space
                 sums[at] += count
-        for table, place, count, at in reads:
-            if unwritten or not ordered:  # before this operation's own writes are marked
-                last = table.wrote[place]
-                sums[at] += count if last.item(last.argmin()) else int(np.count_nonzero(last))
-                clear = clear and (ordered or last.item(last.argmax()) <= safe)
-            known, wrong, written = table.look(place)
-            owned += known
-            group.suspect |= wrong
-            if ordered and not unwritten:
-                sums[at] += written
-        for table, place, _, _ in writes:
+                sums[at + 1] += earlier
+                owned += known
+                suspect |= wrong
+                table.touched[place] = number
+                self._kept_ids += count
+        for table, place in written:
             table.marks[place] = number * BOTH
-        for table, place, _, _ in reads:
-            table.touched[place] = number
+        group.suspect = suspect
         group.seen = group.number - 1 if clear else group.safe
         return owned
 

@@ -66,12 +66,16 @@ def _step(rng: random.Random, table: PageTable, model: Model, number: int) -> No
             model.state[page] = rule[model.state[page]]
     elif kind == "write":
         owned, free, wrote = model.seen(pages, FREED_FROM)
-        assert table.note_write(table.place(ids)) == (owned, free, wrote < len(pages))
+        place, *found = table.note_write(ids)
+        assert found == [owned, free, wrote < len(pages)]
+        assert np.arange(len(table.state))[place].tolist() == pages
         for page in pages:
             state = model.state[page]
             model.state[page] = (OWN * Own.HELD + state % OWN if state // OWN == Own.FRESH else state) | WROTE
     elif kind == "look":
-        assert table.look(table.place(ids)) == model.seen(pages, FRESH_FROM)
+        place, *found = table.look(ids)
+        assert tuple(found) == model.seen(pages, FRESH_FROM)
+        assert np.arange(len(table.state))[place].tolist() == pages
     elif kind == "mark":
         place = table.place(ids)  # may replace the arrays
         table.touched[place] = number
@@ -118,6 +122,8 @@ def test_ids_that_no_table_has(count: int, type_: type) -> None:
     """The least and the largest id are looked at, wherever they stand."""
     calls: tuple[Callable[[PageTable, PageIds], object], ...] = (
         lambda table, ids: table.place(ids),
+        lambda table, ids: table.look(ids),
+        lambda table, ids: table.note_write(ids),
         lambda table, ids: table.hand_over(ids, 1, bytes(256), given=True),
         lambda table, ids: table.note_move(ids, 1),
     )
@@ -136,7 +142,7 @@ def test_ids_that_no_table_has(count: int, type_: type) -> None:
 def test_a_table_is_as_long_as_its_largest_id(count: int) -> None:
     """Wherever that stands; a quarter more if it was there already, and 1,024 at least."""
     for place in (0, count - 1):
-        for call in ("place", "hand over"):
+        for call in ("place", "hand over", "look", "write"):
             table = PageTable(Room())
             assert len(table.state) == len(table.touched) == 0
             for largest, size in ((1023, 1024), (1024, 1280), (1279, 1280), (1280, 1600), (5000, 5001)):
@@ -144,6 +150,10 @@ def test_a_table_is_as_long_as_its_largest_id(count: int) -> None:
                 ids[place] = largest
                 if call == "place":
                     table.place(ids)
+                elif call == "look":
+                    table.look(ids)
+                elif call == "write":
+                    table.note_write(ids)
                 else:
                     table.hand_over(ids, 1, bytes(256), given=False)
                 assert len(table.state) == len(table.touched) == size, (call, largest)

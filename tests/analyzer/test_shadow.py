@@ -292,6 +292,45 @@ def test_measured_times_are_compared_with_so_many_groups_and_pages(
         assert bool(group.shared) == bool(group.latest) == (group.number >= oldest)
 
 
+@pytest.mark.parametrize(
+    ("kept_ids", "steps"),
+    [
+        (100, [(0, []), (2, []), (4, [])]),  # measured times are compared with all of them
+        (2, [(0, []), (2, [1, 2]), (4, [1, 2])]),  # with 3 and 4: what they are not, parts when it leaves history
+        (1, [(0, []), (1, [1]), (3, [1, 2, 3])]),
+    ],
+)
+def test_a_group_parts_from_its_members_when_nothing_needs_it(
+    kept_ids: int, steps: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither history nor measured times, whichever comes last: then it is freed without the collector of cycles."""
+    monkeypatch.setattr(shadow, "MAX_KEPT_IDS", kept_ids)
+    machine = filled(4)
+    groups = list(machine._kept)
+    for known, parted in steps:
+        machine.prune([known])
+        assert [group.number for group in groups if not group.members] == parted
+    monkeypatch.setattr(shadow, "MAX_KEPT_IDS", 0)
+    machine.prune([4])
+    assert [group.number for group in groups if not group.members] == [1, 2, 3]  # the newest may still grow
+
+
+def test_a_group_that_was_dropped_can_still_be_the_rival_of_the_last_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thread knows it to be complete; one that comes later does not, and it works on the same stream."""
+    monkeypatch.setattr(shadow, "MAX_KEPT_IDS", 0)
+    machine = Shadow()
+    for number in range(2):
+        record = kernel(number, (0, 1), (access(Mode.WRITE, number),))
+        machine.enter(0, [number, 0], record, OpId(number), number, LABEL, defaultdict(lambda: [0] * 12))
+    for number in (2, 3):
+        record = kernel(number, (0, 1), (access(Mode.READ, 0, number),))
+        _, conflicts, _ = machine.enter(
+            1, [0, number], record, OpId(number), number, LABEL, defaultdict(lambda: [0] * 12)
+        )
+        assert [conflict.earlier.op for conflict in conflicts] == [0]
+        machine.prune([2, 0])
+
+
 def test_numbers_are_taken_down_when_they_get_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """To half of what fits, once there are more."""
     monkeypatch.setattr(shadow, "MAX_NUMBER", 10)
