@@ -29,6 +29,9 @@ NO_SHARED = "shared data: ../shared is absent beside this checkout"
 NO_TORCH = "torch: not installed for this interpreter; pip install torch"
 NO_CHECKOUT = "checkout: needs the source tree, this is an installed package"
 
+# Fixtures of what an installed package lacks.
+NEEDS_TREE = frozenset({"checkout", "shared_data"})
+
 RequireTool = Callable[..., Path]
 
 
@@ -173,8 +176,12 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Show gpu tests as skipped where there is no CUDA device."""
+    """Mark what needs a checkout; show gpu tests as skipped where there is no CUDA device."""
+    for item in items:
+        if NEEDS_TREE.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("tree")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and (importlib.util.find_spec("torch") is None or not _has_cuda()):
         for item in gpu_items:
