@@ -31,6 +31,8 @@ NO_CHECKOUT = "checkout: needs the source tree, this is an installed package"
 
 # Fixtures of what an installed package lacks.
 NEEDS_TREE = frozenset({"checkout", "shared_data"})
+# Fixtures that many tests share and that take seconds: with `--dist loadgroup` one worker makes one, once.
+MADE_ONCE = ("recording", "recorded", "seen", "ran", "demos", "prometheus", "journals", "workers")
 
 RequireTool = Callable[..., Path]
 
@@ -178,10 +180,14 @@ def _has_cuda() -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs a checkout; show gpu tests as skipped where there is no CUDA device."""
+    """Mark what needs a checkout and who shares what; show gpu tests as skipped where there is no CUDA device."""
     for item in items:
-        if NEEDS_TREE.intersection(getattr(item, "fixturenames", ())):
+        fixtures = getattr(item, "fixturenames", ())
+        if NEEDS_TREE.intersection(fixtures):
             item.add_marker("tree")
+        shared = [name for name in MADE_ONCE if name in fixtures]
+        if shared and item.config.pluginmanager.has_plugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group(shared[0]))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and (importlib.util.find_spec("torch") is None or not _has_cuda()):
         for item in gpu_items:
