@@ -31,7 +31,8 @@ NO_CHECKOUT = "checkout: needs the source tree, this is an installed package"
 
 # Fixtures of what an installed package lacks.
 NEEDS_TREE = frozenset({"checkout", "shared_data"})
-# Fixtures that many tests share and that take seconds: with `--dist loadgroup` one worker makes one, once.
+# Modules and fixtures whose tests share what takes seconds: with `--dist loadgroup` one worker makes it, once.
+KEPT = frozenset({"test_matrix"})
 MADE_ONCE = ("recording", "recorded", "seen", "ran", "demos", "prometheus", "journals", "workers")
 
 RequireTool = Callable[..., Path]
@@ -185,7 +186,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if NEEDS_TREE.intersection(fixtures):
             item.add_marker("tree")
-        shared = [name for name in MADE_ONCE if name in fixtures]
+        shared = [item.path.stem] if item.path.stem in KEPT else [name for name in MADE_ONCE if name in fixtures]
         if shared and item.config.pluginmanager.has_plugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(shared[0]))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
