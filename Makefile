@@ -116,10 +116,12 @@ soak: venv  ## a node at 20,000 rounds a minute with faults (MIN=30): memory, de
 hot-path: venv  ## trace the plugin's hooks for I/O and locks, and time them up to p99.9 (ARGS="--rounds N --timed N")
 	$(BIN)/python benchmarks/hot_path.py $(ARGS)
 
+sglang-env: $(SGLANG)/.complete  ## the environment of the tests on the real SGLang (3 GB, 2 minutes)
+
 $(SGLANG)/.complete:
 	PYTHON=$(PYTHON) tests_sglang/make_env.sh $(SGLANG)
 
-test-sglang: $(SGLANG)/.complete  ## run the tests on the real SGLang, in an environment of its own (3 GB, 2 minutes, then the tests)
+test-sglang: $(SGLANG)/.complete  ## run the tests on the real SGLang, in an environment of its own
 	HICACHE_OBS_SGLANG=$(SGLANG) $(SGLANG)/venv/bin/python -m pytest tests_sglang $(ARGS)
 
 blast: venv  ## blast radius against wrong contents of engine runs (N=1000 seeds per schedule and model)

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,21 @@ NO_GPU = "gpu: no CUDA device here; on a machine with one run `make gpu-check`"
 NO_SHARED = "shared data: ../shared is absent beside this checkout"
 NO_TORCH = "torch: not installed for this interpreter; pip install torch"
 NO_CHECKOUT = "checkout: needs the source tree, this is an installed package"
+
+# Modules whose tests share what takes seconds to make: one worker of `--dist loadgroup` runs all of a line.
+TOGETHER = (
+    ("dashboards/test_alerting.py", "dashboards/test_exemplars.py", "dashboards/test_render.py"),
+    ("cli/test_bench_fences.py",),
+    ("end_to_end/test_analyze_nsys.py",),
+    ("end_to_end/test_nsys.py",),
+    ("end_to_end/test_perfetto_ui.py",),
+    ("end_to_end/test_ranges.py",),
+    ("end_to_end/test_record.py",),
+    ("end_to_end/test_serve.py",),
+    ("exporters/test_real_prometheus.py",),
+    ("fleet/test_cluster.py",),
+    ("testing/test_matrix.py",),
+)
 
 RequireTool = Callable[..., Path]
 
@@ -179,3 +195,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and (importlib.util.find_spec("torch") is None or not _has_cuda()):
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist may be absent
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadgroup`` tests of a line of ``TOGETHER`` go to one worker, every other one to whoever is free.
+
+    Not by xdist's own groups: xdist 3.8 writes them into a field of the test that pytest 9.2 does not read.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    group = {f"tests/{module}": modules[0] for modules in TOGETHER for module in modules}
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group.get(nodeid.partition("::")[0], nodeid)
+
+    return Together(config, log)

@@ -28,7 +28,8 @@ trap 'kill "$beside" 2>/dev/null || true' EXIT
 "${pip[@]}" --no-deps sglang==0.5.23 torchvision==0.28.0 triton==3.9.0
 
 "$folder/venv/bin/python" -m pip freeze --exclude hicache-obs >"$folder/freeze-before.txt"
-"${pip[@]}" -e .
+# Not while .venv is being built: both write hicache_obs.egg-info.
+flock .venv.lock "${pip[@]}" -e .
 "$folder/venv/bin/python" -m pip freeze --exclude hicache-obs >"$folder/freeze-after.txt"
 wait "$beside"
 trap - EXIT

@@ -15,15 +15,17 @@ tokens than in the run where each operation is complete before the next is issue
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final
 
 from hicache_obs.analyzer import Analyzer
 from hicache_obs.controller.batch import RoundResult
 from hicache_obs.controller.cache_pools import HYBRIDS
-from hicache_obs.controller.engine import Engine, build_engine
+from hicache_obs.controller.engine import Engine, EngineConfig, build_engine
 from hicache_obs.controller.watching import name_pools, watch_blocks
 from hicache_obs.errors import StreamError
 from hicache_obs.findings import Finding, Hazard
@@ -190,18 +192,15 @@ def judge_cell(name: str, fence: str, *, seeds: int = SEEDS) -> Cell:
         seeds: Random schedules.
     """
     protection = PROTECTIONS[name]
-    whole, without = (
-        [run(protection, fence, schedule, seed=seed, off=off) for seed, schedule in _schedules(seeds)]
-        for off in (False, True)
-    )
+    whole = _whole(engine_for((protection,), fence, storage=protection.storage), protection.storage, seeds)
+    without = [run(protection, fence, schedule, seed=seed, off=True) for seed, schedule in _schedules(seeds)]
     in_order = without[0]
-    checks = needs_order(whole[0].records)
     return Cell(
         name=name,
         fence=fence,
         against=tuple(sorted(protection.against)),
-        checks=min(checks[hazard] for hazard in protection.against),
-        clean=all(not each.findings and not wrong(each, whole[0]) for each in whole),
+        checks=min(whole.checks[hazard] for hazard in protection.against),
+        clean=whole.clean,
         schedules=len(without),
         reported=sum(each.hazards >= protection.against for each in without),
         findings=len(in_order.findings),
@@ -209,26 +208,48 @@ def judge_cell(name: str, fence: str, *, seeds: int = SEEDS) -> Cell:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Runs of an engine with nothing taken out: pairs that need an order by hazard, and whether all are clean."""
+
+    checks: Counter[Hazard]
+    clean: bool
+
+
+@cache
+def _whole(config: EngineConfig, storage: bool, seeds: int) -> _Whole:
+    """Runs under every schedule, once for all protections that this engine has."""
+    runs = [_run(config, storage, schedule, seed, None) for seed, schedule in _schedules(seeds)]
+    clean = all(not each.findings and not wrong(each, runs[0]) for each in runs)
+    return _Whole(needs_order(runs[0].records), clean)
+
+
 def run(protection: Protection, fence: str, schedule: Schedule, *, seed: int = 0, off: bool = False) -> Outcome:
     """One run of the engine that ``protection`` is part of, with it or (``off``) without; ``seed``: of its threads."""
+    config = engine_for((protection,), fence, storage=protection.storage)
+    return _run(config, protection.storage, schedule, seed, protection.remove if off else None)
+
+
+def _run(
+    config: EngineConfig, storage: bool, schedule: Schedule, seed: int, remove: Callable[[Engine], None] | None
+) -> Outcome:
     device = VirtualDevice(schedule)
     trace = ListSink()
     recorder = Recorder(trace, clock=device.host_ns, ranges=NoRanges(), max_pending=1)
     recorder.define_engine("hicache-obs controller")
-    config = engine_for((protection,), fence, storage=protection.storage)
     limits = replace(config.scheduler, poll_acks=False)
     hybrid = config.kv in HYBRIDS
     pages = HYBRID_PAGES if hybrid else PAGES
     config = replace(config, scheduler=limits, device_pages=pages, host_pages=pages)
     own = GRAPH_WORKLOAD if config.graphs else HYBRID_WORKLOAD if hybrid else None
-    work = requests(own or (AGAIN if protection.storage else WORKLOAD))
+    work = requests(own or (AGAIN if storage else WORKLOAD))
     with closing(SeededThreads(recorder, seed)) as threads:
         recorded = RecordedDevice(device, recorder)
         engine = build_engine(recorded, config, work, threads=threads, backend=MemoryBackend())
         name_pools(engine.controller.engine, recorder)
         watch_blocks(engine.controller.engine, recorder)
-        if off:
-            protection.remove(engine)
+        if remove is not None:
+            remove(engine)
         rounds = _keep_rounds(engine)
         engine.run(work)
         engine.close()
@@ -241,7 +262,7 @@ def run(protection: Protection, fence: str, schedule: Schedule, *, seed: int = 0
         records=tuple(trace.records),
         findings=tuple(sink.findings),
         outputs=engine.scheduler.outputs,
-        tokens={} if protection.storage else {result.round_id: result.next_tokens.tolist() for result in rounds},
+        tokens={} if storage else {result.round_id: result.next_tokens.tolist() for result in rounds},
         spoiled=bool(len(engine.ledger.corrupted())),
     )
 

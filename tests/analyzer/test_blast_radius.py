@@ -28,7 +28,10 @@ from hicache_obs.records import AnyRecord, CaptureMode, DropReason, Mode, device
 from hicache_obs.streams import open_device
 from hicache_obs.testing import RecordingSink
 
-SEEDS = int(os.environ.get("HICACHE_OBS_BLAST", "20"))
+ASKED = os.environ.get("HICACHE_OBS_BLAST")
+SEEDS = int(ASKED or "8")
+RANDOM_SEEDS = int(ASKED or "20")
+"""Chance reverses a pair in one seed of six; the other schedules do the same in each."""
 SCHEDULES = ("eager", "lazy", "random", "adversarial")
 RUNNERS = ("pattern", "transformer")
 LAYERS, PAGE_SIZE, DEVICE_PAGES, HOST_PAGES = 3, 4, 20, 64
@@ -316,7 +319,8 @@ def test_radius_is_what_went_wrong(schedule: str, runner: str) -> None:
     Eager and lazy devices keep the order of issue: the races are found all the same, and have spoiled nothing.
     """
     seen: Counter[str] = Counter()
-    for seed in range(SEEDS):
+    seeds = RANDOM_SEEDS if schedule == "random" else SEEDS
+    for seed in range(seeds):
         run = _run(seed, schedule, runner, "none")
         wrong, named = run.sets()
         assert named == wrong, f"seed {seed}"
@@ -328,15 +332,15 @@ def test_radius_is_what_went_wrong(schedule: str, runner: str) -> None:
         seen["requests with other tokens"] += len(changed)
         seen["findings"] += len(run.sink.findings)
         seen["seeds with any"] += any(wrong.values())
-    print(f"\n{runner} {schedule}: {SEEDS} seeds, {dict(seen)}")
+    print(f"\n{runner} {schedule}: {seeds} seeds, {dict(seen)}")
     assert seen["findings"] > 0
     if schedule in ("eager", "lazy"):
         assert not seen["seeds with any"]
     elif schedule == "adversarial":
-        assert seen["seeds with any"] > SEEDS // 2
+        assert seen["seeds with any"] > seeds // 2
         assert min(seen[kind] for kind in ("requests", "rounds", "transfers", "device pages", "host pages")) > 0
-        assert seen["requests"] < SEEDS * REQUESTS // 2, "naming everything would do as well"
-    elif SEEDS >= 20:  # chance reverses a pair in one seed of six
+        assert seen["requests"] < seeds * REQUESTS // 2, "naming everything would do as well"
+    elif seeds >= 20:
         assert seen["seeds with any"] > 0
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,14 +213,14 @@ def test_a_folder_that_cannot_be_listed_is_named(
         writer = JournalWriter(tmp_path / "journals" / name)
         writer.write(History(ORDERED).records)
         writer.close()
-    listdir = os.listdir
+    iterdir = Path.iterdir
 
-    def refusing(path: str | Path) -> list[str]:
-        if Path(path).name == "closed":
+    def refusing(path: Path) -> Iterator[Path]:
+        if path.name == "closed":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return listdir(path)
+        return iterdir(path)
 
-    monkeypatch.setattr(os, "listdir", refusing)
+    monkeypatch.setattr(Path, "iterdir", refusing)  # what it calls in os differs from Python to Python
     monkeypatch.chdir(tmp_path)
 
     assert main([*command, "journals"]) == 2

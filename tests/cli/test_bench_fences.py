@@ -217,8 +217,8 @@ def test_bad_input(capsys, arguments, said):
 def journals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Journals of a run without fences, and of one with each kind."""
     folder = tmp_path_factory.mktemp("journals")
-    arguments = ["--device", "virtual", "--schedule", "eager", "--requests", "80", "--journal", str(folder)]
-    assert main(["demo", *arguments, "--json", str(folder / "demo.json")]) == 0
+    arguments = ["--device", "virtual", "--schedule", "eager", "--requests", "30", "--device-pages", "24"]
+    assert main(["demo", *arguments, "--journal", str(folder), "--json", str(folder / "demo.json")]) == 0
     return folder
 
 

@@ -16,6 +16,9 @@ KEYS = {
     "findings",
 }  # fmt: skip
 
+SMALL = ("--requests", "30", "--device-pages", "24")
+"""Few requests in few pages: the missing fence still spoils pages and tokens, and fences still wait for nothing."""
+
 
 def demo(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     """Modes of one run, from the JSON on standard output, which holds nothing else."""
@@ -52,10 +55,9 @@ def test_threads(capsys: pytest.CaptureFixture[str]) -> None:
     check_three_modes(demo(capsys, "--device", "threads"))
 
 
-@pytest.mark.slow
 def test_virtual(capsys: pytest.CaptureFixture[str]) -> None:
     """The same on the deterministic device."""
-    check_three_modes(demo(capsys, "--device", "virtual"))
+    check_three_modes(demo(capsys, "--device", "virtual", *SMALL))
 
 
 def test_virtual_runs_are_identical(tmp_path: Path) -> None:
@@ -63,8 +65,8 @@ def test_virtual_runs_are_identical(tmp_path: Path) -> None:
     texts = []
     for name in ("a.json", "b.json"):
         path = tmp_path / name
-        arguments = ["--device", "virtual", "--fence", "none", "--seed", "7", "--requests", "80", "--json", str(path)]
-        assert main(["demo", *arguments]) == 0
+        arguments = ["--device", "virtual", "--fence", "none", "--seed", "7", "--json", str(path)]
+        assert main(["demo", *arguments, *SMALL]) == 0
         texts.append(path.read_text())
 
     assert texts[0] == texts[1]
@@ -73,7 +75,7 @@ def test_virtual_runs_are_identical(tmp_path: Path) -> None:
 
 def test_eager_reports_the_same_races_as_latent(capsys: pytest.CaptureFixture[str]) -> None:
     """Whether a race struck is luck; that it exists is not."""
-    common = ["--device", "virtual", "--fence", "none", "--requests", "80"]
+    common = ["--device", "virtual", "--fence", "none", *SMALL]
     (struck,) = demo(capsys, *common)
     (lucky,) = demo(capsys, *common, "--schedule", "eager")
 
@@ -92,7 +94,7 @@ def test_nothing_checked_is_not_clean(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_table_and_first_finding(capsys: pytest.CaptureFixture[str]) -> None:
     """A person sees one table and one finding in words."""
-    assert main(["demo", "--device", "virtual", "--requests", "80"]) == 0
+    assert main(["demo", "--device", "virtual", *SMALL]) == 0
     out = capsys.readouterr().out
 
     for word in ("none", "stream", "page", "violations", "avoidable", "First finding", "VIOLATION", "fix"):
@@ -113,7 +115,7 @@ def test_the_setting_says_where_the_journal_goes_without_a_flag(
 
 def test_journal_gives_the_same_verdicts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """``check`` on the journal of a run finds what the run found."""
-    common = ["--device", "virtual", "--requests", "80", "--journal", str(tmp_path)]
+    common = ["--device", "virtual", *SMALL, "--journal", str(tmp_path)]
     none, stream, _ = demo(capsys, *common)
 
     assert main(["check", "--json", str(tmp_path / "none")]) == 1
@@ -146,7 +148,7 @@ ALL_POLICIES = (
 def test_every_policy_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Each fence has a folder of its own in storage: what is spoiled without fences is not restored with them."""
     folder = tmp_path / "storage"
-    arguments = ("--device", "virtual", "--requests", "60", "--storage", str(folder), *ALL_POLICIES)
+    arguments = ("--device", "virtual", *SMALL, "--storage", str(folder), *ALL_POLICIES)
     none, stream, page = demo(capsys, *arguments)
     assert none["corrupted_pages"] > 0
     assert none["unexplained_pages"] == 0

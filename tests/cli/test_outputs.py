@@ -12,7 +12,7 @@ import pytest
 from hicache_obs.cli import main
 
 RACE = "tests/cases/01-loadback-over-inflight-forward.json"
-DEMO = ("demo", "--device", "virtual", "--requests", "80")
+DEMO = ("demo", "--device", "virtual", "--requests", "30", "--device-pages", "24")
 
 
 @pytest.fixture

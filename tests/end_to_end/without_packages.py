@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 MODES = ("none", "stream")
-SIZES = {"device": "virtual", "requests": 60, "device_pages": 32}
+SIZES = {"device": "virtual", "requests": 30, "device_pages": 24}
 
 
 class Absent:

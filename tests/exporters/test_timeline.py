@@ -307,6 +307,9 @@ def test_memory_does_not_grow_with_the_records(make: Any, monkeypatch: pytest.Mo
             tracemalloc.stop()
 
     monkeypatch.setattr(perfetto, "MAX_INTERNED", 256)
-    # The least of three: what else this process does in the meantime, other tests' threads included, counts too.
-    small, large = (min(peak(count) for _ in range(3)) for count in (1_024, 3_072))
-    assert large < small + 100_000, (small, large)
+    # What else this process does in the meantime, other tests' threads included, counts too: the least of three.
+    small = min(peak(1_024) for _ in range(3))
+    large = [peak(3_072)]
+    while large[-1] >= small + 100_000 and len(large) < 3:
+        large.append(peak(3_072))
+    assert large[-1] < small + 100_000, (small, large)

@@ -372,8 +372,8 @@ def test_a_folder_that_cannot_be_listed_is_named_and_not_clean(
         return listed
 
     with monkeypatch.context() as patch:
-        for name in ("scandir", "listdir"):
-            patch.setattr(os, name, refusing(getattr(os, name)))
+        for owner, name in ((os, "scandir"), (Path, "iterdir")):  # what the latter calls differs from Python to Python
+            patch.setattr(owner, name, refusing(getattr(owner, name)))
         code, found = run(journals)
     again, whole = run(journals)
 

@@ -155,13 +155,14 @@ class Engine:
             op += 1
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Callable[..., tuple[Engine, Path]]:
-    """``engine(rounds, races=0)``: a recording and its journal."""
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Engine, Path]]:
+    """``engine(rounds, races=0)``: a recording and its journal, in a folder of its own."""
 
     def make(rounds: int, races: int = 0) -> tuple[Engine, Path]:
         recorded = Engine(rounds, races)
-        return recorded, write_journal(tmp_path / f"engine-{rounds}-{races}", recorded.records())
+        folder = tmp_path_factory.mktemp("engine") / f"engine-{rounds}-{races}"
+        return recorded, write_journal(folder, recorded.records())
 
     return make
 

@@ -40,9 +40,9 @@ def quiet(found: dict[str, Any], html: Path) -> None:
     assert found["requests"] == [html.as_uri()]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def racy(engine: Any) -> Path:
-    """A report of 20,000 operations with 25 races."""
+    """A report of 20,000 operations with 25 races; no test changes it."""
     _, path = engine(2500, races=100)
     return made(path)
 
@@ -224,7 +224,7 @@ def test_the_demo_without_fences(browse: Browse, tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 def test_many_operations(browse: Browse, engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The page stays quick: it draws some thousand bars, whatever is in view."""
-    operations = int(os.environ.get("HICACHE_OBS_REPORT_OPERATIONS", "64000"))
+    operations = int(os.environ.get("HICACHE_OBS_REPORT_OPERATIONS", "32000"))
     recorded, path = engine(operations // 8, races=1000)
     began = time.process_time()
     html = made(path)

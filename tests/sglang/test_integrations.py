@@ -12,8 +12,7 @@ from hicache_obs.readers import open_trace
 
 
 @pytest.fixture(scope="module")
-def page(request):
-    checkout = request.getfixturevalue("checkout")
+def page(checkout):
     text = (checkout / "docs" / "integrations.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert code is not None
