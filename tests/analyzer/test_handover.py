@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_obs.analyzer import handover
+from hicache_obs.analyzer import Analyzer, handover
 from hicache_obs.analyzer.handover import Blocks, Channels
 from hicache_obs.analyzer.order import Order
 from hicache_obs.findings import Proof
-from hicache_obs.records import OpId, RecordStream, StreamId, TensorAlloc, TensorFree, ThreadId, ThreadPost, ThreadRecv
+from hicache_obs.records import (
+    ALL_LAYERS,
+    NO_OP,
+    DropReason,
+    Kernel,
+    Lost,
+    Memcpy,
+    OpId,
+    RecordStream,
+    StreamId,
+    TensorAlloc,
+    TensorFree,
+    ThreadId,
+    ThreadPost,
+    ThreadRecv,
+)
+from hicache_obs.testing import History, RecordingSink
 
 READER = ThreadId(99)
 
@@ -198,3 +214,20 @@ def test_marks_of_a_tensor_from_before_a_loss_may_be_lost() -> None:
         order.lose(lost_at)
         assert blocks.give_back(TensorFree(OpId(0), ThreadId(0), 0, 100), 300) == 100
         assert learned(order, blocks, 44, 1) is proof
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_after_a_loss_nobody_knows_which_post_a_receive_takes(lost: bool) -> None:
+    """What the only post that is left may have told is in doubt, for another may have come before it."""
+    history = History("F:w5 h<F").records
+    stream = next(record.stream for record in history if isinstance(record, Kernel))
+    poster, taker = ThreadId(0), ThreadId(1)
+    page = next(record.accesses for record in history if isinstance(record, Kernel))
+    gap = [Lost(NO_OP, poster, 0, 1, DropReason.RING_FULL)] if lost else []
+    write = Memcpy(OpId(92), taker, 9, StreamId(stream + 7), 0, 3, 8, ALL_LAYERS, page)
+    records = [*history, ThreadPost(OpId(90), poster, 7, 1), *gap, ThreadRecv(OpId(91), taker, 8, 1), write]
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(records)
+    analyzer.finish()
+    assert [finding.proof for finding in sink.findings] == ([Proof.UNKNOWN] if lost else [])

@@ -368,3 +368,34 @@ def test_copies_of_one_site_keep_their_own_roles(direction: Direction, hazard: H
     analyzer.feed([forward, copy(2, other, other_page), copy(3, direction, PAGE)])
     analyzer.finish()
     assert [(finding.hazard, finding.later.op) for finding in sink.findings] == [(hazard, OpId(3))]
+
+
+def test_what_goes_on_with_the_same_pages_has_its_own_name() -> None:
+    """Layers of one thing share a label; what another site, round, thread or kind of call does has one of its own."""
+    write = (device(WRITE, PAGE),)
+    other = ThreadId(1)
+    alike = [  # thread, site, group, kind of each: the second of a pair differs in one
+        ((MAIN, 1, 7, Kernel), (MAIN, 2, 7, Kernel)),
+        ((MAIN, 1, 7, Kernel), (MAIN, 1, 8, Kernel)),
+        ((MAIN, 1, 7, Kernel), (other, 1, 7, Kernel)),
+        ((MAIN, 1, 7, Kernel), (MAIN, 1, 7, Memcpy)),
+        ((MAIN, 1, 7, Kernel), (MAIN, 1, 7, Kernel)),
+    ]
+    for pair in alike:
+        records: list[Any] = [
+            Define(OpId(-1), MAIN, 0, DefineSpace.SITE, 1, "first"),
+            Define(OpId(-1), MAIN, 0, DefineSpace.SITE, 2, "second"),
+        ]
+        for op, (thread, site, group, kind) in enumerate(pair):
+            records.append(kind(OpId(op), thread, op, StreamId(1), site, group, 8, (op, op + 1), write))
+        records.append(Memcpy(OpId(2), MAIN, 2, StreamId(2), 3, 9, 8, ALL_LAYERS, write))
+        sink = RecordingSink()
+        analyzer = Analyzer(sink)
+        analyzer.feed(records)
+        analyzer.finish()
+        found = [finding.earlier for finding in sink.findings]
+        roles = {Kernel: "forward", Memcpy: "restore"}
+        assert [(side.op, side.thread, side.site, side.group, side.what) for side in found] == [
+            (op, thread, ("", "first", "second")[site], group, roles[kind])
+            for op, (thread, site, group, kind) in enumerate(pair)
+        ]

@@ -65,6 +65,8 @@ def analyse(text: str) -> RecordingSink:
         ("F:w5 L<e e=F L:w5", "F:w5 e=F L<e e=S L:w5"),  # a re-record does not move an earlier wait
         ("F:w5 S<F L:w5", "F:w5 S<F L<S L:w5"),  # order is transitive over a third stream
         ("F:w5 S<F X<S L:w5", "F:w5 S<F X<S L<X L:w5"),  # ... or a fourth, with no work on either
+        ("F:w5 e=F L:w9 h!e L:w5", "F:w5 e=F L:w9 h?e L:w5"),  # also for a stream that it has used before
+        ("F:w5 e=F L:w9 L:w5 h<e", "F:w5 e=F L:w9 h<e L:w5"),
         ("F:w5 e=F h!e L:w5", "F:w5 e=F h<e L:w5"),  # the host that synchronised orders what it issues later
         ("F:w5 h<S L:w5", "F:w5 h<F L:w5"),
         ("F:w5 h<S L:w5", "F:w5 h<* L:w5"),

@@ -283,7 +283,8 @@ def test_what_is_confirmed_is_what_is_proposed() -> None:
     assert isinstance(narrowed, EventWait)
     assert (mark.stream, narrowed.stream) == (fenced.on, fenced.waiter)
     assert mark.event == narrowed.event
-    assert mark.event not in {record.event for record in trace if isinstance(record, EventRecord)}
+    taken = {record.event for record in trace if isinstance(record, EventRecord)}
+    assert len({mark.event, *taken, search._event(), search._event()}) == len(taken) + 3
 
 
 def test_what_is_confirmed_of_a_wait_that_moves() -> None:
@@ -331,6 +332,7 @@ def test_a_wait_that_belongs_to_another_thread() -> None:
     assert stall["move_to"] == {"thread": "storage", "on": "s1", "before": "s6"}
     assert stalls(handed_over(sync="storage")) == []
     assert stalls(handed_over(sync="main", own_work=False)) == []  # a thread whose job it is to wait
+    assert stalls([*handed_over(sync="main"), {"op": "host_access", "reads_host": [4]}]) == []  # its own work needs it
     copy, *rest = handed_over(sync="main")
     assert len(stalls([{**copy, "dur_us": 104}, *rest])) == 1  # its own work could begin 100 us earlier
     assert stalls([{**copy, "dur_us": 103}, *rest]) == []

@@ -541,6 +541,13 @@ def test_a_radius_that_was_asked_for_is_not_kept_beyond_an_allocation(page: int,
     assert analyzer.blast_radius((OpId(0), OpId(1))).rounds == rounds
 
 
+def test_a_fingerprint_has_the_radius_of_its_own_races() -> None:
+    analyzer, (first, second) = analysed("F:w5 L:w5 S:w1 B:r1W1")
+    found = analyzer.blast_radius(second.fingerprint)
+    assert (found.device_pages, found.host_pages) == ((), ((0, 1),))
+    assert analyzer.blast_radius(first.fingerprint).device_pages == ((0, 5),)
+
+
 def test_a_race_without_a_radius_lends_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """One race is told apart; another kind has no radius, and its fingerprint must not name the first one's."""
     monkeypatch.setattr(taint, "MAX_SOURCES", 1)

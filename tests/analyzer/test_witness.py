@@ -14,6 +14,7 @@ from hicache_obs.errors import InputError, StreamError
 from hicache_obs.readers.scenario import read_scenario
 from hicache_obs.records import (
     ALL_LAYERS,
+    IN_ORDER,
     Define,
     DefineSpace,
     EventId,
@@ -108,21 +109,26 @@ def test_graph_agrees_with_brute_force(block: int) -> None:
         assert found == races(records, polled=True), f"seed {seed}"
 
 
-@pytest.mark.parametrize(("after", "needed"), [(0b01, False), (0b10, True), (0b11, True), (0, False)])
-def test_who_waits_for_an_entry_needs_those_before_it_in_the_graph(after: int, needed: bool) -> None:
-    """And no others: the third entry is an event, the second one reads what is written behind the wait for it."""
+@pytest.mark.parametrize(
+    ("reader_at", "after", "needed"),
+    [(1, 0b01, False), (1, 0b10, True), (1, 0b11, True), (1, 0, False), (1, IN_ORDER, True), (0, IN_ORDER, False)],
+)
+def test_who_waits_for_an_entry_needs_those_before_it_in_the_graph(reader_at: int, after: int, needed: bool) -> None:
+    """And no others: the third entry is an event, one before it reads what is written behind the wait for it."""
     main, rounds, fills = ThreadId(0), StreamId(1), StreamId(2)
     read, write = (device(mode, page_ids([7])) for mode in (Mode.READ, Mode.WRITE))
     records = [
         GraphReplay(OpId(0), main, 0, 1, rounds, 0, 1, 3, ALL_LAYERS, ()),
-        GraphNode(OpId(1), main, 0, 0, 0, None, ALL_LAYERS, ()),
-        GraphNode(OpId(2), main, 0, 1, 0, None, ALL_LAYERS, (read,)),
+        *(
+            GraphNode(OpId(1 + index), main, 0, index, 0, None, ALL_LAYERS, (read,) if index == reader_at else ())
+            for index in range(2)
+        ),
         GraphNode(OpId(3), main, 0, 2, after, EventId(5), ALL_LAYERS, ()),
         EventWait(OpId(4), main, 1, EventId(5), fills),
         Kernel(OpId(5), main, 2, fills, 0, 2, 0, ALL_LAYERS, (write,)),
     ]
     graph = Graph(records)
-    (reader,), (writer,) = graph.of(OpId(2)), graph.of(OpId(5))
+    (reader,), (writer,) = graph.of(OpId(1 + reader_at)), graph.of(OpId(5))
     assert (reader.index in graph.needs(writer.index)) is needed
     assert bool(races(records, polled=True)) is not needed
 
