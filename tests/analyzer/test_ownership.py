@@ -236,7 +236,7 @@ def test_the_finding() -> None:
     assert (finding.hazard, finding.verdict) == (Hazard.LIFETIME, Verdict.VIOLATION)
     assert (finding.earlier.what, finding.later.what, finding.later.mode) == ("free", "restore", "write")
     assert (finding.earlier.stream, finding.earlier.group) == (None, 0)
-    assert finding.timing is Timing.UNTIMED
+    assert (finding.timing, finding.coarse) == (Timing.UNTIMED, False)
     edge = finding.missing_edge
     name = fingerprint(Hazard.LIFETIME, "used_after_free", "L work", edge.on, edge.waiter, "")
     assert finding.fingerprint == name

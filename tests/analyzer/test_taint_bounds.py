@@ -9,6 +9,9 @@ from hicache_obs.analyzer.taint import Taint, timing_of
 from hicache_obs.findings import BlastRadius, Timing
 from hicache_obs.records import (
     Access,
+    Direction,
+    EventId,
+    EventRecord,
     Kernel,
     Memcpy,
     Mode,
@@ -17,9 +20,11 @@ from hicache_obs.records import (
     Record,
     RowsDiscarded,
     Space,
+    StreamId,
     ThreadId,
     Times,
     device,
+    host,
     pack_rows,
     page_ids,
 )
@@ -183,3 +188,23 @@ def test_an_order_is_measured_within_both_errors(second: tuple[int, int], timing
     later.start_ns, later.end_ns = second
     later.error_ns = 5
     assert timing_of(first, later) is timing
+
+
+@pytest.mark.parametrize("recent", [8, 30, 1000])
+def test_layers_of_a_run_are_in_the_radius_however_few_are_kept(recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty copies that come as one run hand a raced page on: each to a host page's layer."""
+    monkeypatch.setattr(taint, "MAX_RECENT", recent)
+    loads = StreamId(1)
+    moved = (device(Mode.READ, page_ids([5])), host(Mode.WRITE, page_ids([3])))
+    records: list[Record] = list(History("F:w5 L:w5 h<*").records)
+    for layer in range(20):
+        op = OpId(50 + 2 * layer)
+        head = (op, MAIN, int(op), loads, 0, 9, 8, (layer, layer + 1), moved)
+        records += [Memcpy(*head, Direction.DEVICE_TO_HOST), EventRecord(OpId(op + 1), MAIN, op + 1, EventId(1), loads)]
+    back = (host(Mode.READ, page_ids([3])), device(Mode.WRITE, page_ids([6])))
+    readers = [
+        Memcpy(OpId(100 + n), MAIN, 100 + n, loads, 0, 20 + n, 8, (n, n + 1), back, Direction.HOST_TO_DEVICE)
+        for n in range(20)
+    ]
+    found = fed(*records, *readers).blast_radius(PAIR)
+    assert (found.host_pages, found.transfers) == (((0, 3),), (9, *range(20, 40)))
