@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hicache_obs.analyzer import Analyzer, explain, ownership
+from hicache_obs.analyzer import Analyzer, check, explain, ownership, shadow
 from hicache_obs.cli import main
 from hicache_obs.findings import Cause, Hazard, Proof, Timing, Verdict, fingerprint
 from hicache_obs.readers.scenario import parse_scenario
@@ -278,3 +278,15 @@ def test_check_lists_misuses_apart_from_races(tmp_path: Path, capsys: pytest.Cap
 
     assert main(["check", str(path)]) == 1
     assert "given away by host thread 0, op 3" in capsys.readouterr().out
+
+
+def test_owners_are_known_after_the_numbers_were_made_small_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups and allocator calls are renumbered from time to time: the newest half keeps what it is known for."""
+    monkeypatch.setattr(shadow, "MAX_NUMBER", 40)
+    monkeypatch.setattr(check, "PRUNE_EVERY", 4)
+    for freed in range(85, 100, 3):
+        work = ["F:w9"] * 100
+        work.insert(freed, "h+5 F:w5 h-5")
+        assert causes(" ".join([*work, "F:w5"])) == [USED]
+        assert causes(" ".join([*work, "h+5 F:w5"])) == []
+        assert causes(" ".join([*work, "h+5 F:r5w7"])) == [UNWRITTEN]
