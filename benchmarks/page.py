@@ -24,14 +24,14 @@ Behind a ratio to the first row is the range between the quartiles of both rows:
 percentages of the busy loop are medians over its turns, each compared with *bare* in the same turn; behind them is the
 95 % confidence interval of the median, by order statistics, which narrows with the number of turns. *Bare again* is the
 same as *bare*: its intervals should hold 0. The agent is a process on another core, which runs in the turns that are
-its own and looks into the ring at the start of each. A server's rounds take longer than these: divide what a round
-costs more by how long one takes there.
+its own and looks into the ring at the start of each. A server's rounds take longer than these: the last column is what
+a hundred of them a second take from its scheduler's thread, by the clock.
 
 {machine}
 
-The goals are those the project set itself: the launching thread 5 us a round, the analyzer 5 us for a decode round and
-50 us for a restore of 80 layers, 300 million page checks a second from 1,000 pages on, 150 MB/s of a torch.profiler
-trace, 1.5 million rows a second of an Nsight Systems export.
+The goals are those the project set itself: the launching thread 5 us a round, 0.5 % of a scheduler's thread, the analyzer
+5 us for a decode round and 50 us for a restore of 80 layers, 300 million page checks a second from 1,000 pages on,
+150 MB/s of a torch.profiler trace, 1.5 million rows a second of an Nsight Systems export.
 """
 REAL_TIME = {
     "analyse a round: decode": "decode rounds a second",
