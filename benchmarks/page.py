@@ -30,8 +30,8 @@ a hundred of them a second take from its scheduler's thread, by the clock.
 {machine}
 
 The goals are those the project set itself: the launching thread 5 us a round, 0.5 % of a scheduler's thread, the
-analyzer 5 us for a decode round and 50 us for a restore of 80 layers, 300 million page checks a second from 1,000 pages on,
-150 MB/s of a torch.profiler trace, 1.5 million rows a second of an Nsight Systems export.
+analyzer 5 us for a decode round and 50 us for a restore of 80 layers, 300 million page checks a second from 1,000
+pages on, 150 MB/s of a torch.profiler trace, 1.5 million rows a second of an Nsight Systems export.
 """
 REAL_TIME = {
     "analyse a round: decode": "decode rounds a second",
