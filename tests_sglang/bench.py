@@ -5,7 +5,8 @@
 One process per mode drives SGLang's own classes on a CPU (``harness.Engine``). They measure in turns of some
 milliseconds, in an order drawn anew for each turn; who has no turn waits for a line of input. Measured are one event
 record, one decode round, one restore of 80 layers with the round that waits for each of them, and a loop shaped like a
-scheduler: a decode round, then host work. Times are CPU time of the thread, of the loop also on a clock. Compared is
+scheduler: a decode round, then host work; also of its rounds alone. Times are CPU time of the thread, of the loop also
+on a clock. Compared is
 the difference to the process without the plugin in the same turn: its median, with the 95 % confidence interval of
 that (``hicache_obs.testing.median``). ``installed`` hooks nothing: what its intervals miss 0 by is how far two equal
 processes differ, however often they measure. That was up to 2.4 % for the host work alone where each process had its
@@ -38,7 +39,9 @@ MODES = ("absent", "installed", "observing")
 BEFORE = "before"
 LAYERS = 80
 BUSY = "busy loop"
-CALLS = {"event record": 400, "decode round": 20, "restore round": 4, BUSY: 4}
+IN_LOOP = "decode round, in the loop"
+"""Between two of them is the loop's host work, which is not counted."""
+CALLS = {"event record": 400, "decode round": 20, IN_LOOP: 20, "restore round": 4, BUSY: 4}
 """What is measured, and how many of it make a turn."""
 Turn = tuple[float, float]
 """Nanoseconds per call: CPU time, and on a clock."""
@@ -79,29 +82,43 @@ def serve() -> None:
             engine.round(slot, 1.0, consumer=producer, length=8)
             engine.controller.ack_load_queue.clear()
 
-        def busy() -> None:  # the scheduler's shape: a round, then host work of its own
+        def decode() -> None:
             engine.round(slot, 1.0, length=8)
+
+        def work() -> None:
             sum(range(200_000))
 
-        calls = {
-            "event record": event.record,
-            "decode round": lambda: engine.round(slot, 1.0, length=8),
-            "restore round": restore,
-            BUSY: busy,
-        }
+        def busy() -> None:  # the scheduler's shape: a round, then host work of its own
+            decode()
+            work()
+
+        calls = {"event record": event.record, "decode round": decode, "restore round": restore, BUSY: busy}
         for line in sys.stdin:
             name = line.rstrip()
-            print(*turn(calls[name], CALLS[name]), flush=True)
+            measured = turn(decode, CALLS[name], work) if name == IN_LOOP else turn(calls[name], CALLS[name])
+            print(*measured, flush=True)
 
 
-def turn(call: Callable[[], object], count: int) -> Turn:
-    """Nanoseconds per call. Waiting for a core is not our cost, but on the clock it counts."""
+def turn(call: Callable[[], object], count: int, between: Callable[[], object] | None = None) -> Turn:
+    """Nanoseconds per call. Waiting for a core is not our cost, but on the clock it counts.
+
+    Args:
+        between: Called before each, and not counted.
+    """
     for _ in range(1 + count // 20):  # others were here meanwhile
         call()
-    clock, used = time.perf_counter_ns(), time.thread_time_ns()
+    if between is None:
+        clock, used = time.perf_counter_ns(), time.thread_time_ns()
+        for _ in range(count):
+            call()
+        used, clock = time.thread_time_ns() - used, time.perf_counter_ns() - clock
+        return used / count, clock / count
+    used = clock = 0
     for _ in range(count):
+        between()
+        began, started = time.perf_counter_ns(), time.thread_time_ns()
         call()
-    used, clock = time.thread_time_ns() - used, time.perf_counter_ns() - clock
+        used, clock = used + time.thread_time_ns() - started, clock + time.perf_counter_ns() - began
     return used / count, clock / count
 
 
