@@ -6,11 +6,11 @@ One process per mode drives SGLang's own classes on a CPU (``harness.Engine``). 
 milliseconds, in an order drawn anew for each turn; who has no turn waits for a line of input. Measured are one event
 record, one decode round, one restore of 80 layers with the round that waits for each of them, and a loop shaped like a
 scheduler: a decode round, then host work; also of its rounds alone. Times are CPU time of the thread, of the loop also
-on a clock. Compared is
-the difference to the process without the plugin in the same turn: its median, with the 95 % confidence interval of
-that (``hicache_obs.testing.median``). ``installed`` hooks nothing: what its intervals miss 0 by is how far two equal
-processes differ, however often they measure. That was up to 2.4 % for the host work alone where each process had its
-memory at other addresses. So ``setarch -R`` switches that off, where there is one, and all hash alike.
+on a clock. Compared is the difference to the process without the plugin in the same turn: its median, with the 95 %
+confidence interval of that (``hicache_obs.testing.median``). ``installed`` hooks nothing: what its intervals miss 0 by
+is how far two equal processes differ, however often they measure. That was up to 2.4 % for the host work alone where
+each process had its memory at other addresses. So ``setarch -R`` switches that off, where there is one, and all hash
+alike.
 
 The node's agent is on the other core. In the loop's part it runs in the turns of ``observing`` alone, looks into the
 ring at the start of each, and is stopped outside of them. Goals: a decode round at most 5 us, a restore round of 80

@@ -223,9 +223,9 @@ def _group(group: Group) -> tuple[object, ...]:
     return group.number, group.actor, group.label.number, group.last, group.top, list(group.epochs), members
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_batches_and_single_records(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One at a time no run is found; in batches they are, or not, or break off anywhere."""
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many records each call of ``Runs.take`` took."""
     taken: list[int] = []
     take = Runs.take
 
@@ -234,6 +234,12 @@ def test_batches_and_single_records(part: int, monkeypatch: pytest.MonkeyPatch) 
         return taken[-1]
 
     monkeypatch.setattr(Runs, "take", counted)
+    return taken
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_batches_and_single_records(part: int, taken: list[int]) -> None:
+    """One at a time no run is found; in batches they are, or not, or break off anywhere."""
     found = 0
     for seed in range(part, SEEDS, PARTS):
         records = layered(seed)
@@ -265,16 +271,8 @@ def test_where_runs_are() -> None:
     assert [end - begin for begin, end in find_runs(restore)] == [2 * LAYERS, 2 * LAYERS]
 
 
-def test_both_runs_of_a_restore_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_runs_of_a_restore_are_taken(taken: list[int]) -> None:
     """All but the first two records of each: copies with their events, kernels with their waits."""
-    taken: list[int] = []
-    take = Runs.take
-
-    def counted(self: Runs, records: Sequence[AnyRecord], seq: int, changes: int) -> int:
-        taken.append(take(self, records, seq, changes))
-        return taken[-1]
-
-    monkeypatch.setattr(Runs, "take", counted)
     rounds = Rounds(layers=LAYERS, pages=1024, restored_pages=16)
     records = [*rounds.prologue(), *rounds.restore()]
     told(records, len(records))
