@@ -48,7 +48,8 @@ MAX_EVENTS: Final = 1 << 16
 FLUSH_S: Final = 0.1
 IN_STREAM_CALL: Final = "in_stream_call"
 """Group of the hooks on streams and events."""
-_MARK: Final = "_hicache_obs"
+MARK: Final = "_hicache_obs"
+"""Attribute of an engine's event: its ``EventState``, or ``None``; of a stream without a handle: its number."""
 _LOG: Final = logging.getLogger("hicache_obs.sglang")
 
 
@@ -298,14 +299,14 @@ class Session:
             if handle is not None:
                 self._handles[type(stream)] = name
                 return handle
-        self._handles[type(stream)] = _MARK
+        self._handles[type(stream)] = MARK
         handle = next(self._stream_numbers)
-        setattr(stream, _MARK, handle)
+        setattr(stream, MARK, handle)
         return handle
 
     def event(self, event: Any) -> EventState:
         """What the recorder keeps about ``event``."""
-        state = getattr(event, _MARK, None)
+        state = getattr(event, MARK, None)
         if state is None:
             known = self._events.get(id(event))
             if known is not None and known[0] is event:
@@ -315,7 +316,7 @@ class Session:
             if gated is not None:
                 gated.expect(state.event_id)
             try:
-                setattr(event, _MARK, state)
+                setattr(event, MARK, state)
             except AttributeError:  # an event class with slots: kept, so that its id stays its own
                 while len(self._events) >= MAX_EVENTS:
                     self._events.pop(next(iter(self._events)), None)

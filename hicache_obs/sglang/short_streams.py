@@ -16,7 +16,7 @@ from hicache_obs.recorder.slot import EVENT_RECORD, EVENT_WAIT, WAIT_STREAM
 from hicache_obs.records import Purpose
 from hicache_obs.sglang.captures import capture_question
 from hicache_obs.sglang.guard import Guard
-from hicache_obs.sglang.session import Session
+from hicache_obs.sglang.session import MARK, Session
 
 _START: Final = EVENT_WAIT | Purpose.START << 16
 _FENCES: Final = (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
@@ -25,9 +25,10 @@ _FENCES: Final = (Purpose.LOAD_FENCE, Purpose.WRITE_FENCE)
 def short_record(
     session: Session, guard: Guard, original: Callable[..., Any], hooked: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``Event.record`` of an event that is known and ends no layer."""
+    """``Event.record`` of an event that ends no layer; most are new ones, which a server makes several of per round."""
     lanes, counters, in_graph = session.lanes, session.counters, capture_question()
     put, stream_of, current = session.recorder.put, session.stream, session.current_stream
+    new_event = session.recorder.new_event
 
     def record(event: Any, stream: Any = None) -> Any:
         lane = lanes.lane
@@ -35,11 +36,19 @@ def short_record(
             state = event._hicache_obs
         except AttributeError:
             return hooked(event) if stream is None else hooked(event, stream)
-        if lane.in_stream_call or state.layer >= 0 or guard.off or not session.ready or (in_graph and in_graph()):
+        if (
+            lane.in_stream_call
+            or (lane.gated is not None if state is None else state.layer >= 0)
+            or guard.off
+            or not session.ready
+            or (in_graph and in_graph())
+        ):
             return hooked(event) if stream is None else hooked(event, stream)
         counters.calls += 1
         noted = False
         try:
+            if state is None:
+                state = event._hicache_obs = new_event()
             where = current() if stream is None else stream_of(stream)
             noted = True
             put(lane, EVENT_RECORD, state.event_id, where, None, state)
@@ -82,9 +91,8 @@ def short_wait_event(
 
     def wait_event(stream: Any, event: Any) -> Any:
         lane = lanes.lane
-        try:
-            state = event._hicache_obs
-        except AttributeError:
+        state = getattr(event, MARK, None)
+        if state is None:
             return hooked(stream, event)
         if stream is lane.waits_on and state.layer >= 0 and session.ready:
             lane.note_wait(state)
@@ -125,9 +133,8 @@ def short_wait(
         lane = lanes.lane
         if lane.in_stream_call:
             return original(event, stream)
-        try:
-            state = event._hicache_obs
-        except AttributeError:
+        state = getattr(event, MARK, None)
+        if state is None:
             return hooked(event) if stream is None else hooked(event, stream)
         if state.layer >= 0:
             on = lane.waits_on

@@ -21,7 +21,7 @@ from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.captures import capture_question
 from hicache_obs.sglang.guard import Around, Guard, hooked_here
 from hicache_obs.sglang.rounds import wait_for_layer, waited
-from hicache_obs.sglang.session import IN_STREAM_CALL, Session
+from hicache_obs.sglang.session import IN_STREAM_CALL, MARK, Session
 from hicache_obs.sglang.short_streams import short_record, short_wait, short_wait_event, short_wait_stream
 
 ORDERED: Final = tuple(hazard for hazard in Hazard if hazard is not Hazard.TP_DIVERGENCE)
@@ -78,10 +78,7 @@ def _record(session: Session, guard: Guard) -> Around:
         counters.calls += 1
         state: EventState | None = None
         try:
-            try:
-                known = event._hicache_obs
-            except AttributeError:
-                known = session.event(event)
+            known = getattr(event, MARK, None) or session.event(event)
             if known.layer >= 0 and not args and (batch := lane.batch) is not None and batch.direction is not None:
                 if batch.learned is None:
                     batch.record(known)
@@ -168,7 +165,11 @@ def _stream_waits(session: Session, guard: Guard) -> Around:
         batched = False
         try:
             state = args[0]._hicache_obs
-            if state.layer >= 0 and (stream is batch.raw or session.stream(stream) is batch.stream):
+            if (
+                state is not None
+                and state.layer >= 0
+                and (stream is batch.raw or session.stream(stream) is batch.stream)
+            ):
                 batched = True
                 batch.step(state)
         except (AttributeError, IndexError):  # an event that is not known yet, or named
@@ -208,10 +209,7 @@ def _waits(session: Session, guard: Guard) -> Callable[[Around, Any, Any, tuple[
         counters.calls += 1
         measured = None
         try:
-            try:
-                state = event._hicache_obs
-            except AttributeError:
-                state = session.event(event)
+            state = getattr(event, MARK, None) or session.event(event)
             this = lane.round if state.layer >= 0 else None
             if this is not None:
                 measured = wait_for_layer(session, lane, this, stream, state)

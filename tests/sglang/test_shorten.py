@@ -99,6 +99,42 @@ def test_the_short_way_records_what_the_long_way_records(server, delegating):
     assert len(short[0]) == 2 * 14
 
 
+def test_new_events_are_recorded_by_the_short_way_where_they_take_an_attribute(server):
+    class Plain:
+        def record(self, stream=None): ...
+
+    class Slotted:
+        __slots__ = ()
+
+        def record(self, stream=None): ...
+
+    for cls, the_long_way in ((Plain, 0), (Slotted, 3)):
+        it, asked = server(), []
+        row, event_of = ROWS["a.Event.record"], it.session.event
+        hook = it.hook(cls, "record", row)
+        it.session.event = lambda event, asked=asked, event_of=event_of: asked.append(event) or event_of(event)
+        assert shorten_one(it.session, row, hook, cls, "record")
+        events = [cls() for _ in range(3)]
+        for event in events:
+            event.record()
+        assert len(asked) == the_long_way
+        assert it.session.counters.errors == {}
+        assert len({one.event for one in it.records(EventRecord)}) == 3
+        assert [event_of(event).stamp for event in events] == [2, 2, 2]
+
+
+def test_a_new_event_inside_a_gated_call_is_expected_by_its_gate(server):
+    it, expected = server(), []
+    Event, _, hooks = classes(it, [], delegating=False)
+    assert shorten_one(it.session, ROWS["a.Event.record"], hooks[Event, "record"], Event, "record")
+    it.session.local.gated = SimpleNamespace(expect=expected.append)
+    event = Event()
+    event.record()
+    it.session.local.gated = None
+    Event().record()
+    assert expected == [it.session.event(event).event_id]
+
+
 def test_an_engines_error_goes_through_and_nothing_stays_behind(server):
     it, calls = server(), []
     Event, _, _ = classes(it, calls, delegating=False)
