@@ -221,6 +221,8 @@ class PageReader:
         self.device_index: int | None = None
         """Of the device that tensors are copied from, once one is."""
         self._ring: Any = None
+        self._types: dict[Any, tuple[Any, int]] = {}
+        """The ring as elements of other integer types, and how many of them a word holds."""
         self._stream: Any = None
         self._lock = threading.Lock()
         self._head = 0
@@ -291,16 +293,27 @@ class PageReader:
                 if not count:
                     found.append(_NO_IDS)
                     continue
-                place = self._ring[start % self._size : start % self._size + count]
                 source = (one.tensor if one.derive is None else one.derive(one.tensor)).reshape(-1)
-                # The element type is changed on the device: a copy that converts would wait for it.
-                place.copy_(source.long(), non_blocking=True)
+                place = self._place(start % self._size, count, source)
+                place.copy_(source, non_blocking=True)
                 staged.append(StagedIds(place, one.tensor, done, one.convert, start))
                 found.append(late(staged[-1]))
             done.record(self._stream)
         self._staged += staged
         self._head = sum(starts[-1])
         return found
+
+    def _place(self, start: int, count: int, source: Any) -> Any:
+        """Where ``count`` ids from word ``start`` on go, as elements of ``source``'s type.
+
+        A copy that converts would wait for the device, and a conversion before it is one more kernel to launch.
+        """
+        each = self._types.get(source.dtype)
+        if each is None:
+            each = self._types[source.dtype] = self._ring.view(source.dtype), 8 // source.element_size()
+        ring, per_word = each
+        first = start * per_word
+        return ring[first : first + count]
 
     def _places(self, counts: Sequence[int]) -> list[tuple[int, int]] | None:
         """Where so many ids each go, numbered without wrapping; ``None`` if they do not all fit."""

@@ -6,6 +6,7 @@ GPU once in a while is not wrong for reasons that have nothing to do with GPUs.
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -23,11 +24,13 @@ from hicache_obs.analyzer.tally import Tally
 from hicache_obs.findings import Finding
 from hicache_obs.readers import open_trace
 from hicache_obs.records import Memcpy, Times
+from hicache_obs.sglang.adapter import Adapter
 from hicache_obs.sglang.gpu_trace import start_gpu_trace
-from hicache_obs.sglang.guard import around
+from hicache_obs.sglang.guard import Around, around
 from hicache_obs.sglang.install import _current_handle
 from hicache_obs.sglang.page_ids import PageReader
 from hicache_obs.sglang.session import FLUSH_S, Session
+from hicache_obs.sglang.shorten import shorten_one
 from hicache_obs.sglang.streams import stream_adapters
 from hicache_obs.sglang.table import SGLANG_ADAPTERS
 from hicache_obs.streams.cuda_poller import become_poller
@@ -147,6 +150,7 @@ def observed(machine: Machine) -> Iterator[Session]:
     os.chmod(folder, 0o700)
     before = os.environ.get("HICACHE_OBS_DIR")
     os.environ["HICACHE_OBS_DIR"] = folder
+    hooks: list[tuple[Adapter, Around, type, str]] = []
     session = Session(
         "stand-in 1",
         current_stream=machine.module.current_stream,
@@ -154,6 +158,7 @@ def observed(machine: Machine) -> Iterator[Session]:
         reader=PageReader(lambda: machine.module, lambda ids: torch.empty(ids, dtype=torch.int64, pin_memory=True)),
         timing=machine.timing,
         become_poller=None if machine.tensors == "cpu" else become_poller,
+        on_open=lambda session: _shorten(session, hooks),
     )
     (stream, stream_class), (event, event_class) = machine.classes
     owners: dict[str, type] = {stream: stream_class, event: event_class}
@@ -167,10 +172,11 @@ def observed(machine: Machine) -> Iterator[Session]:
     undo = []
     try:
         for row in rows:
-            place = owners[row.target.rsplit(".", 1)[0]]
+            place, hook = owners[row.target.rsplit(".", 1)[0]], around(session, row)
             original = place.__dict__[_name(row)]
             undo.append((place, _name(row), original))
-            setattr(place, _name(row), _wrap(original, around(session, row)))
+            setattr(place, _name(row), _wrap(original, hook))
+            hooks.append((row, hook, place, _name(row)))
         yield session
     finally:
         for place, name, original in reversed(undo):
@@ -183,13 +189,19 @@ def observed(machine: Machine) -> Iterator[Session]:
             os.environ["HICACHE_OBS_DIR"] = before
 
 
+def _shorten(session: Session, hooks: list[tuple[Adapter, Around, type, str]]) -> None:
+    """As the plugin does when its ring exists."""
+    for hook in hooks:
+        shorten_one(session, *hook)
+
+
 def _name(row: Any) -> str:
     return str(row.target.rsplit(".", 1)[1])
 
 
 def _wrap(original: Any, hook: Any) -> Any:
     """What SGLang's registry does."""
-    return lambda *args, **kwargs: hook(original, *args, **kwargs)
+    return functools.wraps(original)(lambda *args, **kwargs: hook(original, *args, **kwargs))
 
 
 class _Findings(Tally):

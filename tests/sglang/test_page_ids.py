@@ -24,17 +24,17 @@ class CudaLike:
     device = SimpleNamespace(type="cuda")
     is_cpu = False
 
-    def __init__(self, values, reads):
-        self.values = torch.tensor(values, dtype=torch.int64)
+    def __init__(self, values, reads, dtype=torch.int64):
+        self.values, self.dtype = torch.tensor(values, dtype=dtype), dtype
         self.reads = reads
+
+    def element_size(self):
+        return self.values.element_size()
 
     def numel(self):
         return self.values.numel()
 
     def reshape(self, *shape):
-        return self
-
-    def long(self):
         return self
 
     def _forbidden(self, *args, **kwargs):
@@ -53,8 +53,12 @@ class Pinned:
     def __getitem__(self, place):
         return Pinned(self.tensor[place], self.device)
 
+    def view(self, dtype):
+        return Pinned(self.tensor.view(dtype), self.device)
+
     def copy_(self, source, non_blocking):
         assert non_blocking
+        assert source.dtype == self.tensor.dtype  # torch would convert on the device, and wait for that
         assert self.device.current is self.device.own
         self.device.queue.append(lambda: self.tensor.copy_(source.values))
 
@@ -234,6 +238,22 @@ def test_tensors_that_are_wanted_together_are_copied_behind_one_event():
     assert not last.ready()
     device.finish()
     assert [unpack_slots(late.take()).tolist() for late in (first, last)] == [[1, 2], [6, 9]]
+    assert reads["sync"] == 0
+
+
+def test_integers_of_all_sizes_are_copied_as_they_are():
+    device, reads = Device(), Counter()
+    pages = reader(device, ring_ids=8)
+    types = (torch.int32, torch.int64, torch.int16, torch.int32)
+    wanted = [Wanted(CudaLike([n, 4, 100 + n], reads, dtype), Convert(1)) for n, dtype in enumerate(types)]
+    for turn in range(3):  # around the end of the ring, too
+        first = pages.read_all(wanted[turn % 2 : turn % 2 + 2])
+        device.finish()
+        assert [unpack_slots(late.take()).tolist() for late in first] == [
+            sorted({n, 4, 100 + n}) for n in (turn % 2, turn % 2 + 1)
+        ]
+    assert pages.read_all(wanted[2:]) is not None
+    device.finish()
     assert reads["sync"] == 0
 
 
