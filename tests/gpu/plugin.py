@@ -343,8 +343,8 @@ def callbacks() -> dict[str, Any]:
 
     machine = cuda_machine()
     with observed(machine) as session:
-        assert session.recording
         start_gpu_trace(session, torch.cuda._gpu_trace, torch._C._activate_gpu_trace)
+        assert session.recording  # only now: as the plugin, which then leaves the hooks that tell an event's handle
         one, two = machine.module.Stream(), machine.module.Stream()
         inner = torch.Event("cuda")
         inner.record(one)
