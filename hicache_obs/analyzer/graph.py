@@ -131,7 +131,7 @@ class Graph:
         self._ios: dict[int, int] = {}
         self._channels: dict[int, deque[int | None]] = defaultdict(deque)
         self._tensors: dict[int, tuple[int, set[StreamId]]] = {}
-        self._returned: dict[int, list[int]] = {}
+        self._returned: dict[int, dict[StreamId, int]] = {}
         self._replay: _Replay | None = None
         for self._position, record in enumerate(records):
             handler = _HANDLERS.get(type(record))
@@ -330,7 +330,7 @@ class Graph:
 
     def _on_tensor_alloc(self, record: TensorAlloc) -> None:
         self._tensors[record.tensor] = (record.block, set())
-        self._learn(record, *self._returned.pop(record.block, ()))
+        self._learn(record, *self._returned.get(record.block, {}).values())
 
     def _on_record_stream(self, record: RecordStream) -> None:
         if record.tensor in self._tensors:
@@ -339,7 +339,8 @@ class Graph:
     def _on_tensor_free(self, record: TensorFree) -> None:
         block, marked = self._tensors.pop(record.tensor, (None, set()))
         if block is not None:
-            self._returned[block] = [self._tail[stream] for stream in marked if stream in self._tail]
+            returned = self._returned.setdefault(block, {})
+            returned.update((stream, self._tail[stream]) for stream in marked if stream in self._tail)
 
     def _on_define(self, record: Define) -> None:
         self._names.learn(record)

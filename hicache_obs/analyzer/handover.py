@@ -18,7 +18,7 @@ from hicache_obs.records import RecordStream, TensorAlloc, TensorFree, ThreadPos
 MAX_POSTS: Final = 1 << 14
 """Posts kept that nobody has received yet; receives on the channels that lose theirs are doubtful from then on."""
 MAX_BLOCKS: Final = 1 << 16
-"""Live tensors, and free blocks with work to wait for; what older ones would order is doubtful."""
+"""Live tensors, and blocks that were freed with work to wait for; what older ones would order is doubtful."""
 
 
 class Channels:
@@ -99,12 +99,16 @@ class _Tensor:
 
 
 class Blocks:
-    """A block is handed out again once the work of marked streams, as of its free, is complete."""
+    """A block is handed out again once the work of marked streams, as of its free, is complete.
+
+    That holds for everybody who gets the block later, too: the allocator has asked once, and the work stays complete.
+    """
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._tensors: dict[int, _Tensor] = {}
-        self._returned: dict[int, list[Snapshot]] = {}
+        self._returned: dict[int, dict[Actor, Snapshot]] = {}
+        """By block, the work of each stream that it was marked with, as of its last free with that mark."""
         self._strays: list[Snapshot] = []
         """After a loss, and once blocks are forgotten: what any block may have waited for."""
 
@@ -115,7 +119,7 @@ class Blocks:
             for tensor in list(islice(self._tensors, MAX_BLOCKS // 2)):
                 del self._tensors[tensor]  # its free will be a stray
         thread = self._order.thread(record.thread)
-        for snapshot in (*self._returned.pop(record.block, ()), *self._strays):
+        for snapshot in (*self._returned.get(record.block, {}).values(), *self._strays):
             self._order.join(thread, snapshot)
 
     def mark(self, record: RecordStream) -> None:
@@ -132,9 +136,8 @@ class Blocks:
         if tensor is None:
             return None
         if tensor.marked:
-            self._returned[tensor.block] = [self._order.note(stream, seq) for stream in tensor.marked]
-        else:
-            self._returned.pop(tensor.block, None)
+            returned = self._returned[tensor.block] = self._returned.pop(tensor.block, {})  # now the newest
+            returned.update((stream, self._order.note(stream, seq)) for stream in tensor.marked)
         if len(self._returned) > MAX_BLOCKS:
             self._strays = self._order.notes(DOUBTFUL_SEQ)
             for block in list(islice(self._returned, MAX_BLOCKS // 2)):

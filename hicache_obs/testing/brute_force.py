@@ -213,13 +213,13 @@ def _step(m: _Machine, r: Record) -> None:
         m.known[r.thread] |= m.channels[r.channel].popleft()
     elif isinstance(r, TensorAlloc):
         m.tensors[r.tensor] = (r.block, set())
-        m.known[r.thread] |= m.returned.pop(r.block, set())
+        m.known[r.thread] |= m.returned.get(r.block, set())
     elif isinstance(r, RecordStream):
         if r.tensor in m.tensors:
             m.tensors[r.tensor][1].add(r.stream)
     elif isinstance(r, TensorFree):
         block, marked = m.tensors.pop(r.tensor)
-        m.returned[block] = set().union(*(m.tail[stream] for stream in marked))
+        m.returned.setdefault(block, set()).update(*(m.tail[stream] for stream in marked))
 
 
 def _ancestors(items: Sequence[_Item]) -> list[set[int]]:

@@ -157,7 +157,7 @@ def learned(order: Order, blocks: Blocks, block: int, epoch: int) -> Proof:
 
 
 def test_a_block_waits_for_what_its_streams_had_queued_at_the_free() -> None:
-    """That, and nothing later; a block without marks waits for nothing, and is no longer what it was."""
+    """That, and nothing later; a block without marks waits for nothing."""
     for block in range(4):
         order, blocks = blocks_of(free=4)
         assert learned(order, blocks, block, block + 1) is Proof.ORDERED
@@ -166,17 +166,24 @@ def test_a_block_waits_for_what_its_streams_had_queued_at_the_free() -> None:
     assert learned(order, blocks, 0, 1) is Proof.NONE
     order, blocks = blocks_of(free=1)
     blocks.hand_out(TensorAlloc(OpId(0), ThreadId(0), 0, 7, 0, StreamId(0)), 5)
-    blocks.give_back(TensorFree(OpId(0), ThreadId(0), 0, 7), 6)  # nobody used it this time
-    assert learned(order, blocks, 0, 1) is Proof.NONE
+    assert learned(order, blocks, 0, 1) is Proof.ORDERED  # not freed yet, as only a wrong trace can say
 
-    order, blocks = blocks_of()
-    for tensor in (7, 8):  # two at once, as only a wrong trace can say: the last free counts
-        blocks.hand_out(TensorAlloc(OpId(0), ThreadId(0), 0, tensor, 0, StreamId(0)), 5)
-    blocks.mark(RecordStream(OpId(0), ThreadId(0), 0, 7, StreamId(1)))
+
+def test_what_a_block_has_waited_for_once_holds_for_whoever_gets_it_later() -> None:
+    """Work of a stream that it is marked with only then is another matter."""
+    order, blocks = blocks_of(free=1)
+    blocks.hand_out(TensorAlloc(OpId(0), ThreadId(0), 0, 7, 0, StreamId(0)), 5)
     order.advance(order.stream(StreamId(1)))
-    for tensor in (7, 8):
-        blocks.give_back(TensorFree(OpId(0), ThreadId(0), 0, tensor), 6)
-    assert learned(order, blocks, 0, 1) is Proof.NONE
+    blocks.give_back(TensorFree(OpId(0), ThreadId(0), 0, 7), 6)  # nobody used it this time
+    assert learned(order, blocks, 0, 1) is Proof.ORDERED
+    assert learned(order, blocks, 0, 2) is Proof.NONE
+    blocks.mark(RecordStream(OpId(0), ThreadId(50), 0, 500, StreamId(2)))
+    order.advance(order.stream(StreamId(2)))
+    blocks.give_back(TensorFree(OpId(0), ThreadId(50), 0, 500), 901)
+    thread = ThreadId(60)
+    blocks.hand_out(TensorAlloc(OpId(0), thread, 0, 8, 0, StreamId(0)), 902)
+    known = [order.proof(order.thread(thread), order.stream(StreamId(number)), 1) for number in (1, 2)]
+    assert known == [Proof.ORDERED, Proof.ORDERED]
 
 
 def test_the_older_half_of_free_blocks_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
