@@ -58,7 +58,7 @@ def _lines(audited: Audited) -> list[str]:
     if verdict is Verdict.RACE:
         lines += [f"    missing: {path.edge}", f"    without it: {path.without}", f"    patch: {audited.patch}"]
     else:
-        lines.append(f"    by {path.edge}")
+        lines.append(f"    by: {path.edge}")
     return [*lines, f"    known: {path.how}", f"    at {', '.join(audited.where)}"]
 
 

@@ -100,7 +100,7 @@ def test_a_port_that_is_taken_is_named_and_nothing_has_been_read(rings, ring, ro
 
 def test_an_address_of_another_machine_is_named(rings, capsys):
     assert main(["agent", "--dir", str(rings), "--port", "0", "--bind", "192.0.2.1"]) == 2
-    assert "--port: address 192.0.2.1 is not one of this machine" in capsys.readouterr().err
+    assert "--bind: address 192.0.2.1 is not one of this machine" in capsys.readouterr().err
 
 
 def test_settings_come_from_the_environment(rings, ring, round_of, fill, monkeypatch, tmp_path, capsys):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,36 @@ def test_workload_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path, text
     assert all(part in line for part in parts), line
 
 
+def test_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help as it is, on standard error."""
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("Usage: hicache-obs [OPTIONS] COMMAND [ARGS]...\n\n")
+    assert "\nCommands:\n  demo " in captured.err
+
+
+@pytest.mark.parametrize("printer", ["click", "rich"])
+@pytest.mark.parametrize("target", ["unread", "full"])
+def test_standard_output_that_takes_nothing(printer: str, target: str) -> None:
+    """A pipe whose reader has left is not taken for findings; a full disk is one line."""
+    grid = ["bench-fences", "--requests", "1", "--barrier", "private", "--fence", "page"]
+    arguments = ["doctor"] if printer == "click" else grid
+    if target == "full":
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, output = os.pipe()
+        os.close(reader)
+    command = [sys.executable, "-m", "hicache_obs", *arguments]
+    ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(output)
+
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("hicache-obs") or "Error" in line]
+    full = target == "full"
+    assert ended.returncode == (2 if full else 141), ended.stderr
+    assert lines == (["hicache-obs: standard output: No space left on device"] if full else [])
+
+
 def test_busy_port(capsys: pytest.CaptureFixture[str]) -> None:
     """The port is taken before anything runs."""
     with socket.socket() as taken:
@@ -104,6 +137,7 @@ def test_a_failed_run_leaves_an_existing_json_file_alone(capsys: pytest.CaptureF
         ("a.json", "{", []),
         ("a.json", '{"steps": [{"id": "s1", "op": "levitate"}]}', ["levitate"]),
         ("a.bin", "hello", []),
+        ("a.bin", "", ["a.bin: is empty"]),
     ],
 )
 def test_check_files(
