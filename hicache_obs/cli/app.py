@@ -32,7 +32,7 @@ COMMANDS: Final = {
     "off": "Stop recording in running processes, without a restart.",
     "on": "Start recording again.",
     "dashboards": "Write alerts, dashboards, manifests and runbooks.",
-    "audit-sglang": "Say what orders HiCache's transfers in a SGLang release.",
+    "audit-sglang": "Say what orders HiCache's transfers in an SGLang release.",
     "doctor": "Show settings, versions and what cannot be seen here.",
 }
 """Name and one-line help; module ``hicache_obs.cli.NAME``, with ``_`` for ``-``, is imported only to run it."""

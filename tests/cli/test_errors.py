@@ -45,6 +45,7 @@ def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--device-pages", "2"], ["--device-pages 2", "pages"]),
         (["--workload", "no/such.jsonl"], ["no/such.jsonl"]),
         (["--json", "no/such/folder/a.json"], ["--json no/such/folder/a.json", "directory that exists"]),
+        (["--json", "-", "--events", "-"], ["--json -, --events -", "standard output", "a file for one"]),
         (["--journal", "/proc/journal"], ["--journal /proc/journal", "writable directory"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
