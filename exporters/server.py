@@ -152,8 +152,7 @@ def listen(
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.create_server(place[:2], family=family, backlog=MAX_CONNECTIONS)
     except OSError as error:
-        of_address = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-        raise ConfigError(f"{'--bind' if of_address else option}: {_bind_problem(error, address, port)}") from error
+        raise ConfigError(f"{option}: {_bind_problem(error, address, port)}") from error
     listener.setblocking(False)
     return Server(address, listener, _Loop(listener, pages, tls, credentials, public))
 
