@@ -34,8 +34,9 @@ def load_program(argument: str) -> Callable[[World], None]:
         raise ConfigError(f"PROGRAM {argument}: cannot be imported: {type(error).__name__}: {error}") from error
     program = getattr(module, name, None)
     if not callable(program):
-        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-        names = [value.__name__ for value in own if isinstance(value, FunctionType) and not value.__name__.startswith("_")]
+        functions = [value for value in vars(module).values() if isinstance(value, FunctionType)]
+        own = [function.__name__ for function in functions if function.__module__ == module.__name__]
+        names = [name for name in own if not name.startswith("_")]
         raise ConfigError(f"PROGRAM {argument}: {place} has no function {name}; it has {', '.join(names) or 'none'}")
     return cast("Callable[[World], None]", program)
 

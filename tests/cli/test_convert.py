@@ -262,7 +262,7 @@ def test_a_profile_alone_becomes_the_records_it_is_judged_by(tmp_path: Path) -> 
         (["-o", "out.txt"], "says no format; expected a suffix of .pftrace, .perfetto-trace, .json, .json.gz"),
         (["-o", "out.json", "--to", "perfetto"], "--to perfetto: but the suffix of -o {out.json} says chrome"),
         (["-o", "absent/out.json"], "cannot be written; expected a place in a directory that exists"),
-        (["-o", "journal", "--to", "parquet"], "is, holds or is part of the input {journal}; inputs are never overwritten"),
+        (["-o", "journal", "--to", "parquet"], "is, holds or is part of the input {journal}; inputs are never over"),
         (["-o", "journal/rank0-000001.arrows", "--force"], "inputs are never overwritten"),
         (["-o", "linked/rank0-000001.arrows", "--force"], "inputs are never overwritten"),
         (["-o", "journal/rank0-000002.arrows"], "inputs are never overwritten"),
