@@ -237,8 +237,8 @@ def _show(console: Console, settings: Sequence[Sequence[Cell]], options: BenchOp
 
     console.print(f"{len(options.requests):,} requests; {costs_line(options.costs, options.clients)}", highlight=False)
     console.print(
-        "Times in ms; with an s, in seconds. wait: of all fences before load-backs, before write-backs; vain: avoidable "
-        "if page-exact.\n",
+        "Times in ms; with an s, in seconds. wait: of all fences before load-backs, before write-backs; vain: what "
+        "page-exact ones would have saved of it.\n",
         highlight=False,
     )
     for cells in settings:
