@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and error.filename is None:
-            return _fail(f"standard output: {error.strerror}", ExitCode.BAD_INPUT)
+            return _fail(f"the output cannot be written: {error.strerror}", ExitCode.BAD_INPUT)
         return _bug()
     except Exception:  # noqa: BLE001 the last resort turns any bug into exit code 70
         return _bug()

@@ -110,7 +110,7 @@ def test_standard_output_that_takes_nothing(printer: str, target: str) -> None:
         assert (ended.returncode, ended.stderr) == (141, "")
     else:
         assert ended.returncode == 2
-        assert ended.stderr.startswith("hicache-obs: standard output: No space left on device\n")
+        assert ended.stderr.startswith("hicache-obs: the output cannot be written: No space left on device\n")
         assert "Traceback" not in ended.stderr
 
 
