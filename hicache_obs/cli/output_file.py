@@ -35,7 +35,7 @@ def _check(path: Path, inputs: Sequence[Path], *, force: bool) -> None:
         raise ConfigError(f"-o {path}: cannot be written; expected a place in a directory that exists")
     for source in inputs:
         real, given = path.resolve(), source.resolve()
-        if is_same(path, source) or real in given.parents or given in real.parents:
+        if is_same(path, source) or (path.is_dir() and real in given.parents) or given in real.parents:
             raise ConfigError(f"-o {path}: is, holds or is part of the input {source}; inputs are never overwritten")
     if not os.path.lexists(path):
         return
