@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 
 from hicache_obs.analyzer import order
 from hicache_obs.cli import main
+from hicache_obs.cli.app import group
 
 QUICK = ["demo", "--device", "virtual", "--requests", "4"]
 
@@ -85,6 +87,13 @@ def test_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.out == ""
     assert captured.err.startswith("Usage: hicache-obs [OPTIONS] COMMAND [ARGS]...\n\n")
     assert "\nCommands:\n  demo " in captured.err
+
+
+def test_a_shell_completes_the_first_word() -> None:
+    """For that the command line is parsed without arguments, too."""
+    completion = ShellComplete(group, {}, "hicache-obs", "_HICACHE_OBS_COMPLETE")
+
+    assert [item.value for item in completion.get_completions([], "da")] == ["dashboards"]
 
 
 @pytest.mark.parametrize("printer", ["click.echo", "rich.print"])
