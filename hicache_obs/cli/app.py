@@ -59,7 +59,7 @@ class _LazyGroup(click.Group):
         return list(COMMANDS)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args and not ctx.resilient_parsing:  # click's own way out of it is an error whose message is the whole help
+        if not args and not ctx.resilient_parsing:  # click raises an error whose message is the whole help
             click.echo(self.get_help(ctx), err=True)
             ctx.exit(ExitCode.BAD_INPUT)
         return super().parse_args(ctx, args)
