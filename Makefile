@@ -79,6 +79,7 @@ bench: venv $(PEERS)/.complete  ## run the benchmarks side by side with their pe
 	  --benchmark-columns=min,median,iqr,rounds --benchmark-json=.cache/benchmarks.json $(ARGS)
 
 bench-page:  ## docs/benchmarks.md from the last run of `make bench`
+	@test -e .cache/benchmarks.json || { echo "no .cache/benchmarks.json: run 'make bench' first" >&2; exit 1; }
 	$(BIN)/python benchmarks/page.py .cache/benchmarks.json > .cache/benchmarks.md
 	mv .cache/benchmarks.md docs/benchmarks.md
 
@@ -98,7 +99,7 @@ long-report: venv render-env  ## the HTML report of N=1000000 operations in a br
 	HICACHE_OBS_REPORT_OPERATIONS=$(or $(N),1000000) $(BIN)/python -m pytest -q -s \
 	  tests/report/test_browser.py::test_many_operations
 
-fuzz: venv  ## random traces of every record kind against brute force and second implementations (N=20000 programs)
+fuzz: venv  ## random traces of every record kind against brute force and second implementations (N=20000 programs, 2000 at least)
 	HICACHE_OBS_FUZZ=$(or $(N),20000) $(BIN)/python -m pytest -q tests/analyzer/test_fuzz*.py $(ARGS)
 
 fuzz-engine: venv  ## random engines, requests and storage against an engine without host tier (N=1000 seeds)
@@ -140,6 +141,8 @@ bench-sglang: $(SGLANG)/.complete  ## cost of the plugin per hooked call and per
 	HICACHE_OBS_SGLANG=$(SGLANG) $(SGLANG)/venv/bin/python tests_sglang/bench.py $(ARGS)
 
 gpu-check:  ## the checks that need a CUDA device, with the system's own Python and torch
+	@$(PYTHON) -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)" \
+	  || { echo "$(PYTHON) has no torch: make gpu-check PYTHON=... names one that has" >&2; exit 1; }
 	PYTHONPATH=. $(PYTHON) tests/gpu/check.py $(ARGS)
 
 nsys-env: $(NVTX_OLD)/.complete  ## nvtx 0.2.11 beside the environment, for the Nsight Systems tests

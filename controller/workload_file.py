@@ -72,7 +72,7 @@ def _lines(file: BinaryIO, path: str) -> Iterator[_Line]:
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        where = f"{path}:line {number}"
+        where = f"{path}: line {number}"
         if len(raw) > MAX_LINE_BYTES:
             raise WorkloadError(f"{where}: longer than {MAX_LINE_BYTES} bytes; expected one request per line")
         if not raw.strip():

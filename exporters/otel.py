@@ -231,7 +231,7 @@ class Telemetry:
         """Log what went wrong, once a minute; never an address or a header."""
         if time.monotonic() >= self._said_at + _QUIET_S:
             self._said_at = time.monotonic()
-            LOG.warning("OTLP export fails (%s); going on, drops are counted in spans_total", what)
+            LOG.warning("OTLP export fails (%s); going on, drops are counted in hicache_obs_spans_total", what)
 
 
 class RingSpans(Ignore):

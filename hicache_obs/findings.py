@@ -271,6 +271,8 @@ class ExitCode(enum.IntEnum):
     INTERNAL = 70
     INTERRUPTED = 130
     """By Ctrl-C; what a shell says of a program that an interrupt ended."""
+    UNREAD = 141
+    """Nobody reads standard output any more, as behind ``| head``; what a shell says of a program that this ended."""
 
 
 def worst(codes: list[ExitCode]) -> ExitCode:

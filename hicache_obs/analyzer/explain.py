@@ -65,7 +65,7 @@ def explain(finding: Finding, radius: BlastRadius | None = None, times: Timeline
         f"  later    {_access(finding.later, zero)}",
         f"  measured {_measured(finding)}",
         f"  proof    {_proof(finding)}",
-        *([] if radius is None else [f"  spoiled {_radius(radius)}"]),
+        *([] if radius is None else [f"  spoiled  {_radius(radius)}"]),
         f"  fix      {fix(finding)}",
         *([] if times is None else _context(finding, times)),
     ]
@@ -153,7 +153,7 @@ def _proof(finding: Finding) -> str:
 
 
 def _radius(radius: BlastRadius) -> str:
-    """``since: 3 requests, 12 rounds (5–17), 34 device pages``; what there is none of is left out."""
+    """``3 requests, 12 rounds (5–17), 34 device pages``; what there is none of is left out."""
     rounds = _count(radius.rounds, "round")
     if radius.rounds:
         low, high = radius.rounds[0], radius.rounds[-1]
@@ -167,8 +167,8 @@ def _radius(radius: BlastRadius) -> str:
     ]
     found = ", ".join(part for part in parts if part)
     if radius.exact:
-        return f"since: {found or 'nothing'}"
-    text = f"since: at most {found}" if found and radius.complete else f"since: {found or 'nothing else'}"
+        return found or "nothing"
+    text = f"at most {found}" if found and radius.complete else found or "nothing else"
     return text if radius.complete else text + ", and what was forgotten"
 
 

@@ -182,7 +182,7 @@ def find_stalls(trace: Trace) -> StallReport:
 
 def _obstacle(trace: Trace) -> str:
     if not trace.planned_ns:
-        return "stalls not searched: the trace states no durations"
+        return "stalls not searched: that takes the durations that a scenario states"
     if len(trace) > MAX_RECORDS:
         return f"stalls not searched: {len(trace)} records, more than {MAX_RECORDS}"
     if any(isinstance(record, Lost) and record.reason is not DropReason.UNRESOLVED for record in trace):

@@ -189,7 +189,7 @@ def _serve(
             accepted=outputs.accepted,
             address=address,
             port=number,
-            option="--port",
+            option="--bind, --port",
             tls=security.tls,
             credentials=security.credentials,
             created=read_text("created")[0] == "on",

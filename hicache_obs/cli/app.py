@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -20,17 +22,17 @@ COMMANDS: Final = {
     "check": "Check scenario, journal and ring files for races.",
     "explore": "Run a controller for every way its host code can go.",
     "analyze": "Judge Nsight Systems and torch.profiler recordings.",
-    "fleet": "Judge the journals of many ranks in parallel, and compare them.",
+    "fleet": "Judge the journals of many ranks, and compare the ranks.",
     "report": "Write verdict, findings, timeline and costs as one HTML file.",
-    "record": "Run a command under Nsight Systems or torch.profiler, and judge it.",
-    "convert": "Write recordings as timelines for Perfetto and Chrome, Parquet, journals.",
+    "record": "Run a command under a profiler, and judge what it recorded.",
+    "convert": "Write timelines for Perfetto and Chrome, Parquet, journals.",
     "replay": "Prove a finding: run its witness on the virtual device.",
-    "agent": "Watch a node: read, judge and export what all its ranks record.",
+    "agent": "Watch a node: read, judge and export what its ranks record.",
     "status": "Show the rings of this node and whether they are read.",
     "off": "Stop recording in running processes, without a restart.",
     "on": "Start recording again.",
-    "dashboards": "Write alerts, dashboards, manifests and runbooks with your addresses.",
-    "audit-sglang": "Say what orders HiCache's transfers in a SGLang release, path by path.",
+    "dashboards": "Write alerts, dashboards, manifests and runbooks.",
+    "audit-sglang": "Say what orders HiCache's transfers in an SGLang release.",
     "doctor": "Show settings, versions and what cannot be seen here.",
 }
 """Name and one-line help; module ``hicache_obs.cli.NAME``, with ``_`` for ``-``, is imported only to run it."""
@@ -46,11 +48,21 @@ PACKAGES: Final = {
 """Packages that a command may find missing where little is installed, by what is imported from each."""
 
 
+class _UnreadError(Exception):
+    """Standard output is a pipe that nobody reads any more."""
+
+
 class _LazyGroup(click.Group):
     """Lists commands without importing them, so that ``--help`` is quick and needs no torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:  # click raises an error whose message is the whole help
+            click.echo(self.get_help(ctx), err=True)
+            ctx.exit(ExitCode.BAD_INPUT)
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -69,6 +81,16 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise _UnreadError from None  # click would make it exit code 1, which means findings
+        except SystemExit as error:
+            if error.code == 1:  # rich's way out of the same
+                raise _UnreadError from None
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -78,7 +100,7 @@ class _LazyGroup(click.Group):
     cls=_LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 clean or as expected, 1 findings, 2 bad input, 3 nothing checked or not decidable, "
-    "70 a mistake of ours, 130 interrupted.",
+    "70 a mistake of ours, 130 interrupted, 141 nobody reads the output.",
 )
 @click.version_option(package_name="hicache-obs")
 def group() -> None:
@@ -92,7 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(code or ExitCode.CLEAN)
     except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("interrupted", ExitCode.INTERRUPTED)
-    except (click.MissingParameter, click.NoSuchOption) as error:
+    except _UnreadError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed would be a traceback at the end
+        return ExitCode.UNREAD
+    except (click.MissingParameter, click.BadOptionUsage, click.NoSuchOption) as error:
         command = error.ctx.command_path if error.ctx is not None else "hicache-obs"
         text = error.format_message().rstrip(".")
         return _fail(f"{text}{'' if text.endswith('?') else ';'} see '{command} --help'", ExitCode.BAD_INPUT)
@@ -109,6 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(
             f"this needs the package {package}, which is not installed: pip install {package}", ExitCode.BAD_INPUT
         )
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and error.filename is None:
+            return _fail(f"the output cannot be written: {error.strerror}", ExitCode.BAD_INPUT)
+        return _bug()
     except Exception:  # noqa: BLE001 the last resort turns any bug into exit code 70
         return _bug()
 

@@ -1,4 +1,4 @@
-"""``hicache-obs audit-sglang``: path by path, what orders HiCache's transfers in a SGLang release."""
+"""``hicache-obs audit-sglang``: path by path, what orders HiCache's transfers in an SGLang release."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hicache_obs.sglang.audit import Audited, Verdict, audit, barrier, release_o
 def command(folder: Path | None, as_json: bool) -> int:
     """Name the edge that orders each of HiCache's transfers, or the missing one and the line that adds it.
 
-    FOLDER is where a SGLang release is unpacked (it holds the folder sglang); by default the installed one. Nothing
+    FOLDER is where an SGLang release is unpacked (it holds the folder sglang); by default the installed one. Nothing
     of it is imported. Exit code 1 if a path has no edge.
     """
     source = _source(folder)
@@ -58,7 +58,7 @@ def _lines(audited: Audited) -> list[str]:
     if verdict is Verdict.RACE:
         lines += [f"    missing: {path.edge}", f"    without it: {path.without}", f"    patch: {audited.patch}"]
     else:
-        lines.append(f"    by {path.edge}")
+        lines.append(f"    by: {path.edge}")
     return [*lines, f"    known: {path.how}", f"    at {', '.join(audited.where)}"]
 
 

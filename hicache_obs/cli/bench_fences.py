@@ -125,13 +125,15 @@ def command(
     Without fences findings are expected; exit code 1 means a finding where a fence should have prevented it, or in a
     journal.
     """
-    path = writable_json(json_file, source=workload)
+    path = writable_json(json_file, source=workload if journal is None else journal)
     console = Console(stderr=json_file == "-")
     if journal is not None:
         _refuse_grid(context)
         return _price(journal, console, json_file, path)
     if plot is not None:
         writable_json(str(plot), "--plot", source=workload)
+        if plot.suffix != ".svg":
+            raise ConfigError(f"--plot {plot}: is drawn as SVG; expected a name that ends in .svg")
     axes = {name: tuple(dict.fromkeys(others[name])) for name in _AXES}
     work = _requests(workload, requests, seed)
     options, grid = _prepare(work, clients, others, axes, storage=storage)
@@ -235,17 +237,18 @@ def _show(console: Console, settings: Sequence[Sequence[Cell]], options: BenchOp
 
     console.print(f"{len(options.requests):,} requests; {costs_line(options.costs, options.clients)}", highlight=False)
     console.print(
-        "Times in ms or s. wait: of all fences before load-backs, before write-backs; vain: avoidable if page-exact.\n",
+        "Times in ms; with an s, in seconds. wait: of all fences before load-backs, before write-backs; vain: what "
+        "page-exact ones would have saved of it.\n",
         highlight=False,
     )
     for cells in settings:
         console.print(table(cells, storage=options.storage))
         advice = advise(cells)
-        for line in advice.sentences() if advice is not None else ("No fenced cell is in proven order.",):
+        lines = [] if advice is None else [*advice.sentences()]
+        if advice is None and any(cell.restored_pages and cell.pairs_checked for cell in cells):
+            lines = ["No fenced cell is in proven order."]
+        for line in (*lines, *remarks(cells)):
             console.print(line, highlight=False)
-        for cell in cells:
-            for line in remarks(cell):
-                console.print(line, highlight=False)
 
 
 # -- a recorded run ------------------------------------------------------------------------------------------

@@ -174,6 +174,8 @@ def command(
     ranks = RankFlags(**{name: policies.pop(name) for name in RankFlags.__slots__})
     port = _port(serve)
     json_path = writable_json(json_file, source=workload)
+    if json_file == events == "-":
+        raise ConfigError("--json -, --events -: both are written to standard output; expected a file for one of them")
     options = build_options(
         fence=fence,
         device="threads" if device == "auto" and ranks.tp * ranks.pp > 1 else device,
@@ -313,6 +315,10 @@ def build_options(
     from hicache_obs.streams.cuda_hold import prepare_holds
 
     policies = policies or DemoPolicies()
+    if policies.chunk_tokens is not None and policies.chunk_tokens < defaults.page_size:
+        raise ConfigError(
+            f"--chunk-tokens {policies.chunk_tokens}: chunks are whole pages; expected at least {defaults.page_size}"
+        )
     torch.set_num_threads(1)  # the workers of the threads device are the parallelism
     if device in ("auto", "cuda"):
         prepare_holds()  # to ask for a device starts CUDA

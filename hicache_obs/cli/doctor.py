@@ -6,8 +6,9 @@ import difflib
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Final
 
 import click
@@ -45,10 +46,30 @@ def command() -> int:
 def _versions() -> Iterator[str]:
     yield f"hicache-obs {__version__}, Python {platform.python_version()}, {platform.platform()}"
     for package in PACKAGES:
-        try:
-            yield f"{package} {version(package)}"
-        except PackageNotFoundError:
-            yield f"{package} is not installed"
+        yield f"{package} {_installed(package) or 'is not installed'}"
+    yield from _extras()
+
+
+def _installed(package: str) -> str:
+    """Version of a package, empty if it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _extras() -> Iterator[str]:
+    """Which extras of this package are there; of the others, what is missing."""
+    lacking: dict[str, list[str]] = {}
+    for requirement in (requires("hicache-obs") or ()) if _installed("hicache-obs") else ():
+        found = re.match(r"""([\w.-]+).*\bextra == ["'](?!dev)([\w-]+)""", requirement)
+        if found is not None:
+            missing = lacking.setdefault(found[2], [])
+            missing += [] if _installed(found[1]) else [found[1]]
+    yield f"extras: {', '.join(extra for extra, missing in lacking.items() if not missing) or 'none'}"
+    for extra, missing in lacking.items():
+        if missing:
+            yield f"without the extra {extra}: {', '.join(missing)} not installed; pip install 'hicache-obs[{extra}]'"
 
 
 def _settings() -> Iterator[str]:

@@ -230,14 +230,16 @@ def _progress() -> Iterator[Callable[[Exploration], None]]:
 
 def _show(subject: _Subject, found: Exploration, *, stop: bool) -> None:
     click.echo(subject.title)
-    space = "all of them" if found.exhausted else f"NOT all: {found.open:,} branches are left"
+    space = "all of them" if found.exhausted else f"NOT all: {_count(found.open, 'branch', 'branches')} left"
     _row("runs", f"{found.runs:,}, {space}")
     _row(
         "choice points",
-        f"{found.queries:,} queries, {found.turns:,} thread changes; {found.deepest} in one run at most",
+        f"{_count(found.queries, 'query', 'queries')}, {_count(found.turns, 'thread change')}; "
+        f"{found.deepest} in one run at most",
     )
-    _row("forced", f"{found.forced:,} queries whose answer was known")
-    _row("histories", f"{found.histories:,} distinct, with {found.workloads:,} different sequences of work")
+    _row("forced", f"{_count(found.forced, 'query', 'queries')} whose answer was known")
+    work = _count(found.workloads, "different sequence")
+    _row("histories", f"{found.histories:,} distinct, with {work} of work")
     if found.bounded_queries:
         _row("bound", f"{found.bounded_queries:,} queries had to be true after {found.bounds.max_false} false answers")
     if found.bounded_turns:
@@ -293,10 +295,14 @@ def _checks(subject: _Subject, found: Exploration) -> None:
     click.echo("")
 
 
+def _count(number: int, noun: str, several: str = "") -> str:
+    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+
+
 def _findings(subject: _Subject, found: Exploration, *, single: bool = False) -> None:
     preemptions = found.bounds.preemptions
     texts = [
-        (explain(race.example), f"{race.pairs:,} pairs in {race.runs:,} of {found.runs:,} runs", race.choices)
+        (explain(race.example), f"{_count(race.pairs, 'pair')} in {race.runs:,} of {found.runs:,} runs", race.choices)
         for race in found.races.values()
     ]
     texts += [

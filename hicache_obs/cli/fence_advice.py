@@ -186,16 +186,21 @@ def table(cells: Sequence[Cell], *, storage: bool) -> Table:
     return made
 
 
-def remarks(cell: Cell) -> Iterator[str]:
-    """What the table does not say, and must be known."""
-    where = f"barrier {cell.barrier}, fence {cell.fence}"
-    if not cell.restored_pages or not cell.pairs_checked:
-        yield f"{where}: no page was restored, so nothing was checked; use more --requests or fewer --device-tokens."
-    if cell.lost:
-        yield f"{where}: {cell.lost} records were lost, so verdicts may be missing."
-    for verdict in (Verdict.UNKNOWN, Verdict.CONTRADICTION):
-        if cell.tally.verdicts[verdict]:
-            yield f"{where}: {cell.tally.verdicts[verdict]:,} pairs are {verdict.value}."
+def remarks(cells: Sequence[Cell]) -> Iterator[str]:
+    """What the table of one setting does not say, and must be known."""
+    idle = [cell for cell in cells if not cell.restored_pages or not cell.pairs_checked]
+    unchecked = "no page was restored, so nothing was checked; use more --requests or fewer --device-tokens."
+    if len(idle) == len(cells):
+        yield f"In every cell {unchecked}"
+    for cell in cells:
+        where = f"barrier {cell.barrier}, fence {cell.fence}"
+        if cell in idle and len(idle) < len(cells):
+            yield f"{where}: {unchecked}"
+        if cell.lost:
+            yield f"{where}: {cell.lost} records were lost, so verdicts may be missing."
+        for verdict in (Verdict.UNKNOWN, Verdict.CONTRADICTION):
+            if cell.tally.verdicts[verdict]:
+                yield f"{where}: {cell.tally.verdicts[verdict]:,} pairs are {verdict.value}."
 
 
 def _short(time_ns: int) -> str:

@@ -95,7 +95,7 @@ def _price(path: Path, rank: int | None, progress: Callable[[str, int, int], Non
 
 
 def table(priced: list[Priced]) -> Table:
-    """Two lines per journal."""
+    """Two lines per journal, by its folder or file; the sentences below have the whole path."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column("journal", overflow="fold")
     for name in ("before", "fences", "waited ms", "needed ms", "avoidable", "p99 ms"):
@@ -104,5 +104,5 @@ def table(priced: list[Priced]) -> Table:
         for kind, waits in each.tally.waits.items():
             times_ns = (*waits.in_all_ns, Quantiles.of(waits.waited_ns).p99_ns)
             figures = (f"{time_ns / 1e6:,.2f}" for time_ns in times_ns)
-            made.add_row(each.source, NAMES[kind], f"{len(waits.waited_ns):,}", *figures)
+            made.add_row(each.source.rpartition("/")[2], NAMES[kind], f"{len(waits.waited_ns):,}", *figures)
     return made

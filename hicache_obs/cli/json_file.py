@@ -17,15 +17,15 @@ def writable_json(json_file: str | None, option: str = "--json", *, source: Path
     """Path of ``--json FILE``, checked before anything runs; ``None`` for standard output or no JSON.
 
     Raises:
-        ConfigError: It cannot be written, or is ``source``, which the command reads.
+        ConfigError: It cannot be written, or is ``source``, which the command reads, or part of it.
     """
     if json_file is None or json_file == "-":
         return None
     path = Path(json_file)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{option} {path}: cannot be written; expected a file in a directory that exists")
-    if source is not None and is_same(path, source):
-        raise ConfigError(f"{option} {path}: is the input; inputs are never overwritten")
+    if source is not None and (is_same(path, source) or source.resolve() in path.resolve().parents):
+        raise ConfigError(f"{option} {path}: is the input, or part of it; inputs are never overwritten")
     return path
 
 

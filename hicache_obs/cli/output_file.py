@@ -17,7 +17,7 @@ def check_output(path: Path, inputs: Sequence[Path], *, force: bool) -> None:
 
     Args:
         path: Where it is to be, a file or a folder.
-        inputs: What it must not be, nor hold, nor be in the place of.
+        inputs: What it must not be, nor hold, nor be part of.
         force: A former output may be replaced: a file, or a folder of nothing but records.
 
     Raises:
@@ -34,8 +34,9 @@ def _check(path: Path, inputs: Sequence[Path], *, force: bool) -> None:
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"-o {path}: cannot be written; expected a place in a directory that exists")
     for source in inputs:
-        if is_same(path, source) or (path.is_dir() and path.resolve() in source.resolve().parents):
-            raise ConfigError(f"-o {path}: is the input {source}, or holds it; inputs are never overwritten")
+        real, given = path.resolve(), source.resolve()
+        if is_same(path, source) or (path.is_dir() and real in given.parents) or given in real.parents:
+            raise ConfigError(f"-o {path}: is, holds or is part of the input {source}; inputs are never overwritten")
     if not os.path.lexists(path):
         return
     if not force:

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, cast
 
 from hicache_obs.errors import ConfigError
@@ -23,15 +23,20 @@ def load_program(argument: str) -> Callable[[World], None]:
         ConfigError: There is no such file, module or function, or importing it failed.
     """
     place, colon, name = argument.rpartition(":")
-    if not colon or not place or not name:
+    is_file = place.endswith(".py")
+    if not colon or not place or not name or ("/" in place and not is_file):
         raise ConfigError(f"PROGRAM {argument}: expected FILE.py:NAME or MODULE:NAME")
+    if is_file and not Path(place).is_file():
+        raise ConfigError(f"PROGRAM {argument}: there is no file {place}")
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else _from_path(place)
+        module = _from_file(Path(place)) if is_file else _from_path(place)
     except Exception as error:
         raise ConfigError(f"PROGRAM {argument}: cannot be imported: {type(error).__name__}: {error}") from error
     program = getattr(module, name, None)
     if not callable(program):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        functions = [value for value in vars(module).values() if isinstance(value, FunctionType)]
+        own = [function.__name__ for function in functions if function.__module__ == module.__name__]
+        names = [name for name in own if not name.startswith("_")]
         raise ConfigError(f"PROGRAM {argument}: {place} has no function {name}; it has {', '.join(names) or 'none'}")
     return cast("Callable[[World], None]", program)
 

@@ -49,7 +49,7 @@ def _lines(judged: Judged) -> list[str]:
     ranks = judged.fleet.ranks
     nodes = len({rank.place.node for rank in ranks})
     records = sum(rank.records for rank in ranks)
-    return [f"{len(ranks):,} ranks on {nodes:,} nodes, {records:,} records."]
+    return [f"Ranks: {len(ranks):,}, nodes: {nodes:,}, records: {records:,}."]
 
 
 def _names(judged: Judged, numbers: tuple[int, ...]) -> str:

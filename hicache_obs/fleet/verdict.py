@@ -105,7 +105,7 @@ class Judged:
         if self.code is ExitCode.CLEAN:
             if any(rank.expected(self.accepted) for rank in ranks):
                 return f"AS ACCEPTED: all findings are accepted for now; {seen}"
-            return f"SAFE: every conflicting pair is in proven order, and ranks agree; {seen}"
+            return f"SAFE: every conflicting pair is in proven order{', and ranks agree' if compared else ''}; {seen}"
         if self.outcome == "unknown":
             return f"NOT DECIDABLE: of some pairs or ranks the order, or the agreement, is not known; {seen}"
         idle = sum(not rank.error and not rank.lookups for rank in ranks)

@@ -51,6 +51,8 @@ def container(path: Path) -> Container:
         return Container.PARQUET
     if start.lstrip().startswith(b"{"):
         return Container.SCENARIO
+    if not start:
+        raise TraceError(f"{path}: is empty")
     raise TraceError(
         f"{path}: not a ring file, a journal (directory or .arrows segment), Parquet, a scenario (JSON) "
         f"or a profiler's recording; it begins with {start[:16]!r}"
@@ -72,10 +74,12 @@ def _folder(path: Path) -> Container:
                 f"{path}: no journal here, but in its folders {shown}: name one, or 'hicache-obs analyze {path}' "
                 "judges all"
             )
-        recordings = sorted({suffix for name in names for suffix in _RECORDINGS if name.endswith(suffix)})
+        found = [path / name for name in names] + [*path.glob("torch/*")]  # 'record --with torch' leaves them there
+        recordings = sorted({f"{f.parent}/*{end}" for f in found for end in _RECORDINGS if f.name.endswith(end)})
         if recordings:
-            shown = ", ".join(f"{path}/*{suffix}" for suffix in recordings)
-            raise TraceError(f"{path}: no journal here, but files of a profiler: name them, as in {shown}")
+            raise TraceError(
+                f"{path}: no journal here, but files of a profiler: name them, as in {', '.join(recordings)}"
+            )
     return Container.JOURNAL
 
 

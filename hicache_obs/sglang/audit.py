@@ -1,4 +1,4 @@
-"""Path by path through a SGLang release: the edge that orders each transfer, where it is, or which one is missing.
+"""Path by path through an SGLang release: the edge that orders each transfer, where it is, or which one is missing.
 
 Read from the release's source, without importing it. A verdict says how it is known: some paths are also driven for
 real by this project's tests (``make test-sglang``), the others are read only.

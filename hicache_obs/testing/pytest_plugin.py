@@ -83,7 +83,7 @@ def kv_streams(request: pytest.FixtureRequest) -> Generator[StreamWatch, None, N
     try:
         watch = StreamWatch(how["device"], schedule=how["schedule"], seed=how["seed"], source=request.node.nodeid)
     except ConfigError as error:
-        pytest.fail(f"kv_streams: {error}", pytrace=False)
+        raise pytest.fail.Exception(f"kv_streams: {error}", pytrace=False) from None
     watch.allow_unchecked = how["allow_unchecked"]
     request.node.stash[_WATCH] = watch
     yield watch

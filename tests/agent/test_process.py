@@ -91,7 +91,7 @@ def test_a_port_that_is_taken_is_named_and_nothing_has_been_read(rings, ring, ro
         port = server.getsockname()[1]
         assert main(["agent", "--dir", str(rings), "--port", str(port)]) == 2
     assert capsys.readouterr().err.endswith(
-        f"hicache-obs: --port: port {port} on 127.0.0.1 is in use; choose another or 0 for any free port\n"
+        f"hicache-obs: --bind, --port: port {port} on 127.0.0.1 is in use; choose another or 0 for any free port\n"
     )
     assert running_agent(rings) == {}
     assert read_state(writer.path).read == 0
@@ -100,7 +100,7 @@ def test_a_port_that_is_taken_is_named_and_nothing_has_been_read(rings, ring, ro
 
 def test_an_address_of_another_machine_is_named(rings, capsys):
     assert main(["agent", "--dir", str(rings), "--port", "0", "--bind", "192.0.2.1"]) == 2
-    assert "--port: address 192.0.2.1 is not one of this machine" in capsys.readouterr().err
+    assert "--bind, --port: address 192.0.2.1 is not one of this machine" in capsys.readouterr().err
 
 
 def test_settings_come_from_the_environment(rings, ring, round_of, fill, monkeypatch, tmp_path, capsys):

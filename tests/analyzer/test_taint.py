@@ -445,15 +445,15 @@ def test_text() -> None:
     """One line of the explanation."""
     analyzer, (finding, *_) = analysed("F:w5 L:w5 F<L F:r5w6 F:r6w7 B<F B:r7W1")
     text = explain(finding, analyzer.blast_radius((finding.earlier.op, finding.later.op)))
-    assert "\n  spoiled since: at most 2 rounds (3–4), 3 device pages, 1 host page\n" in text
+    assert "\n  spoiled  at most 2 rounds (3–4), 3 device pages, 1 host page\n" in text
     analyzer, (finding,) = analysed("F:w5 L:w5")
-    assert "spoiled since: at most 1 device page\n" in explain(finding, analyzer.blast_radius(finding.fingerprint))
+    assert "spoiled  at most 1 device page\n" in explain(finding, analyzer.blast_radius(finding.fingerprint))
     assert "spoiled" not in explain(finding)
     analyzer, (finding,) = measured("F:r5w6 L:w5", "L F")
     text = explain(finding, analyzer.blast_radius(finding.fingerprint))
-    assert "spoiled since: 1 request, 1 round (0), 1 device page\n" in text
+    assert "spoiled  1 request, 1 round (0), 1 device page\n" in text
     analyzer, (finding,) = measured("F:r5w6 L:w5", "F L")
-    assert "spoiled since: nothing\n" in explain(finding, analyzer.blast_radius(finding.fingerprint))
+    assert "spoiled  nothing\n" in explain(finding, analyzer.blast_radius(finding.fingerprint))
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

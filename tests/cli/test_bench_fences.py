@@ -177,6 +177,11 @@ def test_too_few_requests_are_nothing_checked(capsys, workload):
     document = bench(capsys, "--workload", str(workload), *SMALL, "--requests", "2", "--fence", "page", code=3)
     assert {cell["outcome"] for cell in document["cells"]} == {"nothing-checked"}
     assert document["advice"] == []
+    assert main(["bench-fences", "--workload", str(workload), *SMALL, "--requests", "2", "--barrier", "private"]) == 3
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("nothing was checked") == 1
+    assert "In every cell no page was restored" in text
+    assert "No fenced cell" not in text
 
 
 def test_a_race_behind_a_fence_is_exit_code_1(capsys, workload, monkeypatch):
@@ -202,6 +207,7 @@ def test_a_race_behind_a_fence_is_exit_code_1(capsys, workload, monkeypatch):
         (["--device-tokens", "1000", "--requests", "3"], "--device-tokens 1000: the longest request needs"),
         (["--json", "absent/out.json"], "--json absent/out.json: cannot be written"),
         (["--plot", "absent/out.svg"], "--plot absent/out.svg: cannot be written"),
+        (["--plot", "waits.png"], "--plot waits.png: is drawn as SVG; expected a name that ends in .svg"),
         (["--journal", "absent"], "absent"),
         (["--journal", "absent", "--fence", "page"], "--fence: is for a run, and --journal runs nothing"),
     ],
@@ -220,6 +226,14 @@ def journals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ["--device", "virtual", "--schedule", "eager", "--requests", "30", "--device-pages", "24"]
     assert main(["demo", *arguments, "--journal", str(folder), "--json", str(folder / "demo.json")]) == 0
     return folder
+
+
+def test_a_journal_is_not_overwritten(capsys, journals):
+    (segment,) = (journals / "page").iterdir()
+    before = segment.read_bytes()
+    assert main(["bench-fences", "--journal", str(journals / "page"), "--json", str(segment)]) == 2
+    assert "is the input, or part of it; inputs are never overwritten" in capsys.readouterr().err
+    assert segment.read_bytes() == before
 
 
 def test_a_journal_is_priced_as_it_was_recorded(capsys, journals):

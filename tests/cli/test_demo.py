@@ -163,7 +163,7 @@ def test_every_policy_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (["--prefetch", "wait"], "--prefetch wait: there is no storage; expected --storage URL with it"),
         (["--storage", "/proc/version/x"], "storage /proc/version/x: cannot be made (Not a directory)"),
         (["--storage", "nosuch://x"], "storage nosuch://x: cannot be used"),
-        (["--chunk-tokens", "8"], "max_extend_tokens: 8; chunks are whole pages, expected at least 16"),
+        (["--chunk-tokens", "8"], "--chunk-tokens 8: chunks are whole pages; expected at least 16"),
         (["--write-policy", "through"], "'through' is not one of 'write_through', 'write_through_selective'"),
     ],
 )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 
 from hicache_obs.analyzer import order
 from hicache_obs.cli import main
+from hicache_obs.cli.app import group
 
 QUICK = ["demo", "--device", "virtual", "--requests", "4"]
 
@@ -42,6 +47,7 @@ def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--device-pages", "2"], ["--device-pages 2", "pages"]),
         (["--workload", "no/such.jsonl"], ["no/such.jsonl"]),
         (["--json", "no/such/folder/a.json"], ["--json no/such/folder/a.json", "directory that exists"]),
+        (["--json", "-", "--events", "-"], ["--json -, --events -", "standard output", "a file for one"]),
         (["--journal", "/proc/journal"], ["--journal /proc/journal", "writable directory"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
@@ -74,6 +80,49 @@ def test_workload_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path, text
     assert all(part in line for part in parts), line
 
 
+def test_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help as it is, on standard error."""
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("Usage: hicache-obs [OPTIONS] COMMAND [ARGS]...\n\n")
+    assert "\nCommands:\n  demo " in captured.err
+
+
+def test_a_shell_completes_the_first_word() -> None:
+    """For that the command line is parsed without arguments, too."""
+    completion = ShellComplete(group, {}, "hicache-obs", "_HICACHE_OBS_COMPLETE")
+
+    assert [item.value for item in completion.get_completions([], "da")] == ["dashboards"]
+
+
+@pytest.mark.parametrize("printer", ["click.echo", "rich.print"])
+@pytest.mark.parametrize("target", ["unread", "full"])
+def test_standard_output_that_takes_nothing(printer: str, target: str) -> None:
+    """A pipe whose reader has left is not taken for findings; a full disk is one line."""
+    script = (
+        "import sys, click, rich\n"
+        "from hicache_obs.cli import doctor, main\n"
+        f"doctor.command.callback = lambda: {printer}('text')\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    if target == "full":
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, output = os.pipe()
+        os.close(reader)
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(output)
+
+    if target == "unread":
+        assert (ended.returncode, ended.stderr) == (141, "")
+    else:
+        assert ended.returncode == 2
+        assert ended.stderr.startswith("hicache-obs: the output cannot be written: No space left on device\n")
+        assert "Traceback" not in ended.stderr
+
+
 def test_busy_port(capsys: pytest.CaptureFixture[str]) -> None:
     """The port is taken before anything runs."""
     with socket.socket() as taken:
@@ -104,6 +153,7 @@ def test_a_failed_run_leaves_an_existing_json_file_alone(capsys: pytest.CaptureF
         ("a.json", "{", []),
         ("a.json", '{"steps": [{"id": "s1", "op": "levitate"}]}', ["levitate"]),
         ("a.bin", "hello", []),
+        ("a.bin", "", ["a.bin: is empty"]),
     ],
 )
 def test_check_files(

@@ -100,10 +100,7 @@ def steps(*changed: dict[str, Any]) -> str:
             "[]",
             "not a ring file, *, Parquet, a scenario (JSON) or a profiler's recording; it begins with b'[[][]]'",
         ),
-        (
-            "",
-            "not a ring file, *, Parquet, a scenario (JSON) or a profiler's recording; it begins with b''",
-        ),
+        ("", "is empty"),
         (b'{"steps": [{"id": "\xff", "op": "kernel", "stream": "a"}]}', "*"),
         (b'{"steps": [{"id": "s1", "op": "kernel", "stream": "\xc3"}]}', "step *Invalid UTF-8*"),
         (b"\xff\xfe{\x00}\x00", "not a ring file, *; it begins with *"),

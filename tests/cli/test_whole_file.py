@@ -56,5 +56,5 @@ def test_the_workload_is_not_overwritten(
 
     assert main([*command, "--workload", str(workload), "--json", str(target if link else workload)]) == 2
 
-    assert "is the input; inputs are never overwritten" in capsys.readouterr().err
+    assert "is the input, or part of it; inputs are never overwritten" in capsys.readouterr().err
     assert workload.read_text() == REQUEST

@@ -66,7 +66,7 @@ def test_requests_come_in_order_of_arrival(tmp_path: Path) -> None:
 def test_limit_reads_no_further(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", GOOD, "", GOOD, "not JSON")
     assert len(load(path, limit=2)) == 2
-    with pytest.raises(WorkloadError, match=r"t\.jsonl:line 4: not JSON: "):
+    with pytest.raises(WorkloadError, match=r"t\.jsonl: line 4: not JSON: "):
         load(path)
 
 
@@ -108,13 +108,13 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None
     path = write(tmp_path / "t.jsonl", *[GOOD] * 16, line, GOOD)
     with pytest.raises(WorkloadError) as refused:
         load(path)
-    assert str(refused.value) == f"{path}:line 17: {message}"
+    assert str(refused.value) == f"{path}: line 17: {message}"
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'{"timestamp": "\xff\xfe"}\n')
-    with pytest.raises(WorkloadError, match=r"t\.jsonl:line 1: "):
+    with pytest.raises(WorkloadError, match=r"t\.jsonl: line 1: "):
         load(path)
 
 

@@ -86,6 +86,7 @@ def test_server_and_agent_share_the_rings_and_the_user() -> None:
     }
     mounts = [container["volumeMounts"][:1] for container in CONTAINERS.values()]
 
+    assert settings["sglang"]["HICACHE_OBS_AGENT"] == "off"
     assert settings["sglang"]["HICACHE_OBS_DIR"] == settings["hicache-obs-agent"]["HICACHE_OBS_DIR"]
     assert mounts[0] == mounts[1]
     assert settings["hicache-obs-agent"]["HICACHE_OBS_DIR"].startswith(mounts[0][0]["mountPath"] + "/")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hicache_obs.cli import main
+from hicache_obs.cli import doctor, main
 from hicache_obs.cli.demo import ROWS
 from hicache_obs.cli.layout import FINDING_INDENT, broken, fit
 from hicache_obs.testing.protections import PROTECTIONS
@@ -103,6 +103,20 @@ def test_the_names_of_protections_are_not_broken(capsys: pytest.CaptureFixture[s
 
     assert set(PROTECTIONS) <= set(re.split(r"[\s,]+", out))
     assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_doctor_says_which_extras_are_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = ["numpy>=2", 'bokeh>=3; extra == "report"', "jinja2; extra == 'report'", 'perfetto; extra == "perfetto"']
+    monkeypatch.setattr(doctor, "requires", lambda name: [*needs, "ruff; python_version > '3' and extra == 'dev'"])
+    monkeypatch.setattr(doctor, "_installed", lambda package: "" if package == "jinja2" else "1")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+
+    assert "\n  extras: perfetto\n" in out
+    assert "\n  without the extra report: jinja2 not installed; pip install 'hicache-obs[report]'\n" in out
+    assert "ruff" not in out
 
 
 def test_doctor_names_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,7 @@ def test_a_finding_shows_both_accesses_and_what_it_spoiled() -> None:
     assert labels["device"] == "page 5"
     assert labels["earlier"].startswith("forward round 0 writes them on stream 'F', op 0")
     assert labels["later"].startswith("restore transfer 1 writes them on stream 'L', op 1")
-    assert labels["spoiled"] == "since: at most 1 device page"
+    assert labels["spoiled"] == "at most 1 device page"
     assert labels["fix"].startswith("before op 1 is issued: L.wait_stream(F)")
     assert said.count(name) == 1
 

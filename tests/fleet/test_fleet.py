@@ -115,6 +115,15 @@ def test_a_server_without_faults_is_clean_and_its_ranks_agree(fleet_folder: Path
     ]
 
 
+def test_a_rank_alone_agrees_with_nobody(both: Fleet, fleet_folder: Path, run: Run) -> None:
+    safe = "SAFE: every conflicting pair is in proven order"
+    _, alone = run(both.ranks[0].place.place)
+    _, together = run(fleet_folder / "node0")
+
+    assert alone["text"].startswith(f"{safe}; 1 rank of 1 read")
+    assert together["text"].startswith(f"{safe}, and ranks agree; 4 ranks of 4 read")
+
+
 def test_ranks_that_differ_are_found_with_what_each_decided(fleet_folder: Path, run: Run) -> None:
     code, found = run(fleet_folder)
     cache, collectives = sorted(found["divergences"], key=lambda divergence: divergence["kind"])

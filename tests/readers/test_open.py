@@ -41,7 +41,14 @@ def test_a_scenario_with_space_around_it(tmp_path):
     assert open_trace(path).labels[8] == "s8"
 
 
-@pytest.mark.parametrize("data", [b"", b"hello", b"[1]"])
+def test_an_empty_file_is_called_empty(tmp_path):
+    (tmp_path / "x").touch()
+    with pytest.raises(TraceError) as raised:
+        open_trace(tmp_path / "x")
+    assert str(raised.value) == f"{tmp_path / 'x'}: is empty"
+
+
+@pytest.mark.parametrize("data", [b"\n", b"hello", b"[1]"])
 def test_anything_else_is_refused(tmp_path, data):
     path = tmp_path / "x"
     path.write_bytes(data)
@@ -90,6 +97,14 @@ def test_a_folder_of_recordings_says_to_name_them(tmp_path):
 
     shown = f"{tmp_path}/*.json.gz, {tmp_path}/*.sqlite"
     assert str(caught.value) == f"{tmp_path}: no journal here, but files of a profiler: name them, as in {shown}"
+
+
+def test_the_folder_of_a_recording_by_torch_says_where_its_traces_are(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "77.json.gz").touch()
+
+    with pytest.raises(TraceError, match=rf"files of a profiler: name them, as in {tmp_path}/torch/\*\.json\.gz$"):
+        open_trace(tmp_path)
 
 
 def test_what_is_not_there(tmp_path):

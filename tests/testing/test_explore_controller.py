@@ -128,13 +128,15 @@ def test_a_run_is_shown_choice_by_choice(capsys):
 
 
 def test_an_own_program(capsys, tmp_path, monkeypatch):
-    text = "def program(world):\n    world.device.Stream('a').record_event().query()\n"
+    text = "from json import dumps\ndef program(world):\n    world.device.Stream('a').record_event().query()\n"
     (tmp_path / "mine.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
     for argument in ("mine.py:program", "mine:program"):
         shown = run(capsys, "explore", argument, code=3)
         assert (shown["runs"], shown["program"], shown["outcome"]) == (2, argument, "not-decided")
+    assert main(["explore", "mine.py:prog"]) == 2
+    assert capsys.readouterr().err.endswith("mine.py has no function prog; it has program\n")
 
 
 @pytest.mark.parametrize(
@@ -147,9 +149,10 @@ def test_an_own_program(capsys, tmp_path, monkeypatch):
         (["--max-runs", "0"], "--max-runs"),
         (["--preemptions", "-1"], "--preemptions"),
         (["program"], "PROGRAM program: expected FILE.py:NAME or MODULE:NAME"),
-        (["no.py:program"], "PROGRAM no.py:program: cannot be imported: FileNotFoundError"),
+        (["no.py:program"], "PROGRAM no.py:program: there is no file no.py"),
+        (["./json:dumps"], "PROGRAM ./json:dumps: expected FILE.py:NAME or MODULE:NAME"),
         (["no_such_module:program"], "cannot be imported: ModuleNotFoundError"),
-        (["json:program"], "json has no function program; it has"),
+        (["json:program"], "json has no function program; it has dump, dumps, "),
         (["json:dumps", "--off", "acks"], "--off: belongs to the built-in program"),
         (["json:dumps", "--fence", "page"], "--fence: belongs to the built-in program"),
         (["--journal", "/proc/journal", "--max-runs", "1"], "--journal /proc/journal"),

@@ -205,6 +205,7 @@ def test_settings_that_are_not_allowed(run, arguments: list[str], marker: str, t
     assert result.ret != 0
     assert "INTERNALERROR" not in result.stdout.str()
     output = [*result.outlines, *result.errlines]
+    assert "another exception" not in "".join(output)
     pytest.LineMatcher(output).fnmatch_lines([text])
 
 
