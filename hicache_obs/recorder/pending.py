@@ -116,8 +116,7 @@ class PendingTimes:
                     break
                 found.append((item, probe.times_ns()))
             except Exception as error:  # noqa: BLE001 a device error must not end the agent
-                if not found:
-                    self._fail(item, error)
+                self._fail(item, error)
                 break
         if not found:
             return [], 0
@@ -128,7 +127,7 @@ class PendingTimes:
             return [], 0
 
     def _fail(self, item: _Item, error: Exception) -> None:
-        """Give ``item`` up, unless somebody else did."""
+        """Give ``item`` up if it is the first. If it is not, it will be and fail again, or somebody else gave it up."""
         with self._lock:
             if not self._is_first(item):
                 return

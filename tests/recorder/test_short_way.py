@@ -269,7 +269,9 @@ def test_a_record_that_is_left_out_while_a_loss_is_stated_is_stated_by_the_next(
     assert ring.append(HostSync(1, 0, 0, None))
     ring._pack[Lost] = real
     assert ring.append(HostSync(2, 0, 0, None))
-    assert [getattr(record, "count", 0) for record in records(ring)] == [1, 0, 1, 0]
+    with ring.lock:
+        assert ring.put(EVENT_SYNC, 3, 0, 1, 0)  # there is nothing left to state
+    assert [getattr(record, "count", 0) for record in records(ring)] == [1, 0, 1, 0, 0]
     assert ring.dropped == {DropReason.SWITCHED_OFF: 2}
 
 
@@ -285,15 +287,13 @@ def test_a_loss_that_does_not_fit_yet_is_not_forgotten(tmp_path):
 
 def test_once_the_ring_is_closed_no_call_does_anything(ring):
     observed = used(ring)
-    recorder = observed[0].recorder
-    set_mode(ring.path, CaptureMode.OFF)
-    before = ring.path.read_bytes()[HEADER_BYTES:]
     ring.close()
+    before = ring.path.read_bytes()
     calls(*observed)
-    ring.skip()
     assert ring.switch[0] == 0
-    assert recorder.counters.errors == 0
-    assert ring.path.read_bytes()[HEADER_BYTES:] == before
+    assert ring._map.closed  # nothing of it is held
+    assert observed[0].recorder.counters.errors == 0
+    assert ring.path.read_bytes() == before
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # it is what the test is about
@@ -328,6 +328,13 @@ def test_a_child_forked_while_another_thread_is_in_a_hook_does_not_hang(ring):
     finally:
         go_on.set()
         slow[0].join()
+
+
+def test_a_wait_for_a_stream_is_queued_on_both(ring):
+    dev, first, second, _ = used(ring)
+    first.wait_stream(second)
+    op = dev.recorder.next_op - 1
+    assert [dev.recorder.last_on(stream.bare) for stream in (first, second)] == [op, op]
 
 
 def test_hooks_that_are_packed_at_once_are_timed_too(ring):
@@ -404,6 +411,19 @@ def test_a_failing_probe_or_clock_costs_one_operation(ring):
     assert recorder.resolve() == 18
     assert [found[0] for found in times(ring)] == [op for op in range(20) if op not in (0, 7)]
     assert (recorder.counters.pairs_dropped, recorder.counters.errors) == (2, 2)
+
+
+def test_what_is_given_up_while_the_next_are_asked_gets_no_times(ring):
+    class Abandons(Watch):
+        def ready(self):
+            recorder.abandon(first)
+            return True
+
+    first = Watch(0)
+    recorder = pending_on(ring, [first, Watch(1), Abandons(2), Watch(3)], [VirtualDevice("eager")] * 4)
+    assert recorder.resolve() == 3
+    assert [found[0] for found in times(ring)] == [1, 2, 3]
+    assert recorder.counters.pairs_dropped == 1
 
 
 def test_device_times_for_which_there_is_no_room_are_counted(tmp_path):
