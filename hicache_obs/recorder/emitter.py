@@ -177,7 +177,7 @@ class Emitter:
             return None
 
     def _write(
-        self, put: Callable[..., bool], word: int, a: Any, b: Any, accesses: tuple[Access, ...] | None,
+        self, packs: BlockSink, word: int, a: Any, b: Any, accesses: tuple[Access, ...] | None,
         stream: int, other: int, name: RangeName | None, device: Device | None,
         event: EventState | None = None, version: int = 0,
     ) -> Probe | Literal[False] | None:  # fmt: skip
@@ -186,9 +186,9 @@ class Emitter:
         This is the hot path: arguments by position, and no call that can be done without.
 
         Args:
-            put: ``BlockSink.put``, or ``put_work`` if there are ``accesses``.
+            packs: The sink.
             word: The slot's first word but for the thread.
-            a, b: What ``put`` gets after the time.
+            a, b, accesses: What ``put_work`` gets after the time; ``put`` if the last is none.
             stream, other: What the operation is queued on; the same twice if that is one.
             name: Of the range, if the operation has one.
             device: As for ``_emit``.
@@ -196,47 +196,47 @@ class Emitter:
                 since ``version``.
         """
         lane, streams = self._lanes.lane, self._streams
-        thread = lane.number
+        thread, done = lane.number, False
         if thread < 0 or lane.batch is not None or not self._on:
             return False
         if event is None and (stream not in streams or other not in streams):
             return False
         started = 0 if self._next_op % _TIMED_ONE_IN else _now_ns()
+        acquire, release, clock = self._acquire, self._release, self._clock  # called by name: half the price
+        acquire()
+        if self._busy:
+            release()
+            return False
         try:
-            self._acquire()
-            try:
-                if self._busy:
-                    return False
-                self._busy = True
-                try:
-                    if event is not None and not self._settled(event, version):
-                        return None
-                    op = self._next_op
-                    try:
-                        if accesses is None:
-                            done = put(word | thread << 32, op, self._clock(), a, b)
-                        else:
-                            done = put(word | thread << 32, op, self._clock(), a, b, accesses)
-                    except Exception:  # noqa: BLE001 ``_emit`` says what is wrong with it
-                        return False
-                    if not done:
-                        return False
-                    self._next_op = op + 1  # type: ignore[assignment] # a call of the type costs as much as the clock
-                    self._row_of_failures = 0
-                    if event is None:
-                        self._last_on[stream] = self._last_on[other] = op
-                    else:
-                        event.known_to[thread] = version
-                    return None if name is None else self._kept(device, op, thread, name)
-                finally:
-                    self._busy = False
-                    if started:
-                        self._counters.hook_ns += _TIMED_ONE_IN * (_now_ns() - started)
-            finally:
-                self._release()
+            self._busy = True
+            if event is not None and not self._settled(event, version):
+                return None
+            op = self._next_op
+            if accesses is None:
+                done = packs.put(word | thread << 32, op, clock(), a, b)
+            else:
+                done = packs.put_work(word | thread << 32, op, clock(), a, b, accesses)
+            if not done:
+                return False
+            self._next_op = op + 1  # type: ignore[assignment] # a call of the type costs as much as the clock
+            self._row_of_failures = 0
+            if event is not None:
+                event.known_to[thread] = version
+                return None
+            self._last_on[stream] = op
+            if other != stream:
+                self._last_on[other] = op
+            return None if name is None else self._kept(device, op, thread, name)
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            if not done:  # ``_emit`` says what is wrong with it
+                return False
             self._failed(error)
             return None
+        finally:
+            self._busy = False
+            release()
+            if started:
+                self._counters.hook_ns += _TIMED_ONE_IN * (_now_ns() - started)
 
     def _kept(self, device: Device | None, op: OpId, thread: ThreadId, name: RangeName) -> Probe | None:
         """Count a launch, copy or wait that was recorded; a probe for it if ``device`` is given."""

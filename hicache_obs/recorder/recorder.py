@@ -149,7 +149,7 @@ class Recorder(Emitter):
                     word = KERNEL if work.direction is None else MEMCPY | work.direction << 16
                     numbers = stream, site, work.group, work.size_bytes
                     done = self._write(
-                        packs.put_work, word, numbers, work.layers, work.accesses,
+                        packs, word, numbers, work.layers, work.accesses,
                         stream, stream, name, device if timed else None,
                     )  # fmt: skip
                 except Exception:  # noqa: BLE001 what is wrong with it is said below
@@ -252,7 +252,7 @@ class Recorder(Emitter):
                 return None
             handle = stream.stream_id
             done = self._write(
-                packs.put, EVENT_WAIT | purpose << 16, event.event_id, handle, None, handle, handle, _WAIT_EVENT, chosen
+                packs, EVENT_WAIT | purpose << 16, event.event_id, handle, None, handle, handle, _WAIT_EVENT, chosen
             )
             if done is not False:
                 return done
@@ -278,7 +278,7 @@ class Recorder(Emitter):
                 packs.skip()
                 return None
             a, b = waiter.stream_id, on.stream_id
-            done = self._write(packs.put, WAIT_STREAM | purpose << 16, a, b, None, a, b, _WAIT_STREAM, chosen)
+            done = self._write(packs, WAIT_STREAM | purpose << 16, a, b, None, a, b, _WAIT_STREAM, chosen)
             if done is not False:
                 return done
         return self._wait_stream(chosen, waiter, on, purpose)
@@ -310,7 +310,7 @@ class Recorder(Emitter):
                 return
             if stream is not None:
                 on = stream.stream_id
-                if self._write(packs.put, EVENT_RECORD, event.event_id, on, None, on, on, None, None) is not False:
+                if self._write(packs, EVENT_RECORD, event.event_id, on, None, on, on, None, None) is not False:
                     return
         self._record_event(device, event, stream)
 
@@ -351,7 +351,7 @@ class Recorder(Emitter):
                 packs.skip()
                 return
             number = event.event_id
-            if self._write(packs.put, EVENT_SYNC, number, 0, None, 0, 0, None, None, event, version) is not False:
+            if self._write(packs, EVENT_SYNC, number, 0, None, 0, 0, None, None, event, version) is not False:
                 return
         self._synchronized(event, version)
 
