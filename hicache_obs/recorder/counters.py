@@ -13,8 +13,8 @@ class RecorderCounters:
         launches: Kernels recorded.
         copies: Copies recorded.
         waits: ``wait_stream`` and ``wait_event`` calls recorded.
-        ranges_opened, ranges_closed: NVTX ranges. Where no tool is attached none are made, and what is counted are the
-            operations around which they would have been, once their device times are known.
+        ranges_opened, ranges_closed: NVTX ranges. Where no tool is attached none are made: then ``pairs_resolved``, the
+            operations around which they would have been.
         pairs_resolved: Operations whose device times are known.
         pairs_dropped: Operations whose device times will never be known.
         uncertain: Queries and syncs left out, because something else happened during the call.

@@ -84,7 +84,7 @@ class Emitter:
         self._clock = clock
         self._ranges = open_ranges() if ranges is None else ranges
         self._unseen: Final = isinstance(self._ranges, NoRanges)
-        """Nobody sees the ranges: none are opened, and ``PendingTimes`` counts them."""
+        """Nobody would see the ranges: none are opened, and devices need not call back."""
         # Re-entrant: a signal handler may use the engine while its own thread is in a hook. A ring's own, if the
         # records go into one: two locks would cost twice as much.
         self._lock = getattr(sink, "lock", None) or threading.RLock()
@@ -107,7 +107,7 @@ class Emitter:
         self._counters: Final = RecorderCounters()
         """But for those of ranges, under ``_lock``."""
         self._pending: Final = PendingTimes(
-            sink, self._lock, self._counters, clock=clock, failed=self._failed, limit=max_pending, ranges=self._unseen
+            sink, self._lock, self._counters, clock=clock, failed=self._failed, limit=max_pending
         )
 
     @property
@@ -129,7 +129,10 @@ class Emitter:
     def counters(self) -> RecorderCounters:
         """A snapshot."""
         with self._lock:
-            return replace(self._counters)
+            counters = replace(self._counters)
+        if self._unseen:
+            counters.ranges_opened = counters.ranges_closed = counters.pairs_resolved
+        return counters
 
     def define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> None:
         """Give an id a name."""
@@ -234,9 +237,9 @@ class Emitter:
             return None
         finally:
             self._busy = False
-            release()
             if started:
                 self._counters.hook_ns += _TIMED_ONE_IN * (_now_ns() - started)
+            release()
 
     def _kept(self, device: Device | None, op: OpId, thread: ThreadId, name: RangeName) -> Probe | None:
         """Count a launch, copy or wait that was recorded; a probe for it if ``device`` is given."""

@@ -33,7 +33,6 @@ class PendingTimes:
         counters: Gets the pairs that are resolved or dropped; under ``lock``.
         failed: Told of what a probe raises.
         limit: Operations that may wait. Beyond that the oldest never gets any times.
-        ranges: Count a range for each pair that is resolved: nobody else does.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class PendingTimes:
         clock: Callable[[], int],
         failed: Callable[[Exception], None],
         limit: int = DEFAULT_MAX_PENDING,
-        ranges: bool = False,
     ) -> None:
         self._sink: Final = sink
         self._packs: Final = sink if isinstance(sink, BlockSink) else None
@@ -55,7 +53,6 @@ class PendingTimes:
         self._clock: Final = clock
         self._failed: Final = failed
         self._limit: Final = limit
-        self._ranges: Final = ranges
         self._items: Final[deque[_Item]] = deque()
         self._resolving: Final = threading.Lock()
 
@@ -96,9 +93,6 @@ class PendingTimes:
         finally:
             with self._lock:
                 self._counters.pairs_resolved += count
-                if self._ranges:
-                    self._counters.ranges_opened += count
-                    self._counters.ranges_closed += count
             self._resolving.release()
         return count
 

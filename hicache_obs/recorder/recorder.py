@@ -220,12 +220,13 @@ class Recorder(Emitter):
     def _replay_probes(
         self, device: Device, op: OpId, thread: ThreadId, nodes: Sequence[Work | None]
     ) -> tuple[Probe, Probe] | None:
-        opens = partial(self._open_range, RangeName.SEGMENT, op)
+        opens = None if self._unseen else partial(self._open_range, RangeName.SEGMENT, op)
+        closes = None if self._unseen else self._close_range
         try:
             if sum(node is not None for node in nodes) == 1:
-                first = last = device.probe(opens, self._close_range)
+                first = last = device.probe(opens, closes)
             else:
-                first, last = device.probe(opens), device.probe(None, self._close_range)
+                first, last = device.probe(opens), device.probe(None, closes)
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
             self._failed(error)
             return None

@@ -72,6 +72,7 @@ _HEAD_WORD: Final = int(RingWord.HEAD)
 _ARENA_LOW: Final = int(RingWord.ARENA_LOW)
 _DROPPED: Final = int(RingWord.DROPPED)
 _OFF: Final = int(DropReason.SWITCHED_OFF)
+_SKIPPED: Final = _DROPPED + _OFF
 _SHUT: Final = (0,)
 
 _MODES: Final = tuple(CaptureMode)
@@ -371,7 +372,7 @@ class RingWriter:
         """As ``drop`` of a record that comes while ``switch`` is 0, without the lock. Never raises."""
         if self.writable:
             try:
-                self._words[_DROPPED + _OFF] += 1  # no other thread comes in between, here and below: there is no call
+                self._words[_SKIPPED] += 1  # no other thread comes in between, here and below: there is no call
             except ValueError:  # closed meanwhile
                 return
             self._pending_lost[_OFF] += 1
