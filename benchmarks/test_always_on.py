@@ -42,7 +42,8 @@ from hicache_obs.analyzer.tally import Tally
 from hicache_obs.readers.ring import RingReader
 from hicache_obs.recorder import RecordedDevice, Recorder, create_ring
 from hicache_obs.recorder.nvtx_ranges import NoRanges
-from hicache_obs.records import CaptureMode, Define, Mode, Work, device
+from hicache_obs.recorder.slot import pack_plain_into, pack_work
+from hicache_obs.records import SLOT_BYTES, CaptureMode, Define, Mode, Work, device
 from hicache_obs.streams.virtual import VirtualDevice
 from hicache_obs.testing.median import median, percent_more
 
@@ -53,6 +54,8 @@ HOST_WORK = 20_000
 """Additions between two rounds of the busy loop: a few hundred microseconds."""
 SERVER_ROUNDS = 100
 """Rounds a second of a server, for what one costs as a part of its scheduler's thread."""
+SLOTS, RECORDS = 1 << 16, 6
+"""Slots of a ring, and the records of a round with the device times of two."""
 AGENT, THREAD = "recording and agent", "recording and analysis on a thread"
 Round = Callable[[], None]
 
@@ -66,12 +69,14 @@ class Engine:
         self._events = [device_.Event() for _ in range(2)]
         self._pool = np.random.default_rng(0).permutation(1 << 14).astype(np.int64)
         self._rounds = 0
+        self.pages = self._pool[:PAGES], self._pool[:NEW]
+        """What the last round reads and writes."""
 
     def round(self) -> None:
         """One decode round."""
         self._rounds = number = self._rounds + 1
         at = number * NEW % (len(self._pool) - PAGES - NEW)
-        reads, writes = self._pool[at : at + PAGES], self._pool[at + PAGES : at + PAGES + NEW]
+        self.pages = reads, writes = self._pool[at : at + PAGES], self._pool[at + PAGES : at + PAGES + NEW]
         self._forward.wait_stream(self._schedule)
         with self._device.stream(self._forward):
             accesses = (device(Mode.READ, reads), device(Mode.WRITE, writes))
@@ -184,6 +189,60 @@ def test_recording(benchmark: BenchmarkFixture, watched: Callable[..., Watched])
     _measure(benchmark, engine.rounds, reader.poll)
     assert len(reader.poll()) > 4 * ROUNDS
     assert not any(reader.dropped.values())
+
+
+class Floor:
+    """The least that the records of a round can cost in plain Python, on the engine of ``bare``.
+
+    A record is one reading of the device's clock, one call that packs the slot and a store that publishes it; the page
+    ids are copied beside. What a ``Recorder`` does besides is left out: the hooks themselves, locks, threads, counts,
+    bounds, losses, the switch, arrays that records share, event pairs and what it takes to ask them for their times.
+    """
+
+    def __init__(self, bare: VirtualDevice) -> None:
+        self._engine = Engine(bare)
+        self._clock = bare.host_ns
+        self._slots = bytearray(SLOTS * SLOT_BYTES)
+        self._ids = np.zeros(1 << 20, dtype=np.int64)
+        self._head = memoryview(bytearray(8)).cast("q")
+
+    def round(self) -> None:
+        """One decode round and its records: wait, kernel, event, synchronize, and the times of the first two."""
+        self._engine.round()
+        slots, clock, published = self._slots, self._clock, self._head
+        head = published[0]
+        at = head // RECORDS * (PAGES + NEW) % (len(self._ids) - PAGES - NEW)
+        reads, writes = self._engine.pages
+        self._ids[at : at + PAGES], self._ids[at + PAGES : at + PAGES + NEW] = reads, writes
+        pack_work[2](
+            slots, head % SLOTS * SLOT_BYTES, 0, head, clock(), 1, 2, 3, 4, 0, 1,
+            0, 0, 0, PAGES, at, 0, 1, 0, NEW, at + PAGES,
+        )  # fmt: skip
+        published[0] = head = head + 1
+        for word in range(1, 4):
+            pack_plain_into(slots, head % SLOTS * SLOT_BYTES, word, head, clock(), 1, 2)
+            published[0] = head = head + 1
+        for word in range(4, RECORDS):
+            pack_work[0](slots, head % SLOTS * SLOT_BYTES, word, head, clock(), 1, 2, 3, 4, 0, 0)
+            published[0] = head = head + 1
+
+    @property
+    def records(self) -> int:
+        """How many have been made."""
+        return self._head[0]
+
+
+def test_floor_clock_and_pack_per_record(benchmark: BenchmarkFixture) -> None:
+    """No hook at all: only what cannot be left out of six records of a round."""
+    with contextlib.closing(VirtualDevice("eager")) as bare:
+        floor = Floor(bare)
+
+        def run() -> None:
+            for _ in range(ROUNDS):
+                floor.round()
+
+        _measure(benchmark, run)
+    assert floor.records >= RECORDS * ROUNDS * BATCHES
 
 
 def test_recording_and_agent(benchmark: BenchmarkFixture, watched: Callable[..., Watched], folder: Path) -> None:

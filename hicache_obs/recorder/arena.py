@@ -6,7 +6,7 @@ See ``hicache_obs.recorder.ring`` for what the agent's reader relies on.
 from __future__ import annotations
 
 import mmap
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from hicache_obs.records import ROWS_CELL, SLOT_LIST, Access, PageIds, RingWord,
 
 _REMEMBERED: Final = 64
 """At least so many arrays may be used again from the arena; a round and a restore of many layers need a dozen."""
+_INT64: Final = np.dtype(np.int64)
 _ARENA_HEAD: Final = int(RingWord.ARENA_HEAD)  # plain numbers: looking up an enum member costs more than the store
 
 
@@ -36,6 +37,8 @@ class Arena:
         self.low = self.promised = 0
         self._words = header
         self._size: Final = size
+        self._file: Any = file  # it takes arrays, which its type does not say before Python 3.12
+        self._offset: Final = offset
         self._ids: PageIds = np.frombuffer(file, dtype="<i8", count=size, offset=offset)
         self._view = memoryview(file)[offset:].cast("q")
         """The same for lists of plain numbers: they take numpy five times as long."""
@@ -110,7 +113,13 @@ class Arena:
         self._words[_ARENA_HEAD] = self._head = end  # before the words are overwritten
         place = start % words
         if place + count <= words:
-            self._ids[place : place + count] = ids
+            begin = self._offset + place * 8
+            try:
+                if ids.dtype is not _INT64:
+                    raise TypeError
+                self._file[begin : begin + count * 8] = ids  # as below, in half the time
+            except (TypeError, ValueError):
+                self._ids[place : place + count] = ids
         else:
             first = words - place
             self._ids[place:] = ids[:first]

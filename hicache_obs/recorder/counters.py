@@ -13,12 +13,13 @@ class RecorderCounters:
         launches: Kernels recorded.
         copies: Copies recorded.
         waits: ``wait_stream`` and ``wait_event`` calls recorded.
-        ranges_opened, ranges_closed: NVTX ranges, counted whether or not a tool is attached.
+        ranges_opened, ranges_closed: NVTX ranges. Where no tool is attached none are made: then ``pairs_resolved``, the
+            operations around which they would have been.
         pairs_resolved: Operations whose device times are known.
         pairs_dropped: Operations whose device times will never be known.
         uncertain: Queries and syncs left out, because something else happened during the call.
         errors: Failures inside the recorder.
-        hook_ns: Time the engine's threads have spent in hooks.
+        hook_ns: Time the engine's threads have spent in hooks; an estimate, for not all of the fast ones are timed.
     """
 
     launches: int = 0

@@ -18,11 +18,12 @@ from typing import Any, Final, Literal
 from hicache_obs.recorder.counters import RecorderCounters
 from hicache_obs.recorder.event_state import EventState
 from hicache_obs.recorder.lane import Lanes
-from hicache_obs.recorder.nvtx_ranges import RangeName, Ranges, open_ranges
+from hicache_obs.recorder.nvtx_ranges import NoRanges, RangeName, Ranges, open_ranges
 from hicache_obs.recorder.pending import DEFAULT_MAX_PENDING, PendingTimes
 from hicache_obs.recorder.sink import BlockSink, RecordSink
 from hicache_obs.records import (
     NO_OP,
+    Access,
     AnyRecord,
     CaptureMode,
     Define,
@@ -40,6 +41,9 @@ MAX_FAILURES: Final = 16
 MAX_SITES: Final = 4096
 MAX_STREAMS: Final = 1 << 16
 
+_TIMED_ONE_IN: Final = 7
+"""Of so many operations that are packed at once one is timed: two readings of the clock take as long as the packing. A
+prime, so that each kind of call of a round has its turn."""
 _OFF: Final = CaptureMode.OFF  # looking up an enum member costs as much as the clock
 _SWITCHED_OFF: Final = DropReason.SWITCHED_OFF
 _SEGMENT: Final = RangeName.SEGMENT
@@ -79,6 +83,8 @@ class Emitter:
         """The same, if it takes packed records."""
         self._clock = clock
         self._ranges = open_ranges() if ranges is None else ranges
+        self._unseen: Final = isinstance(self._ranges, NoRanges)
+        """Nobody would see the ranges: none are opened, and devices need not call back."""
         # Re-entrant: a signal handler may use the engine while its own thread is in a hook. A ring's own, if the
         # records go into one: two locks would cost twice as much.
         self._lock = getattr(sink, "lock", None) or threading.RLock()
@@ -123,7 +129,10 @@ class Emitter:
     def counters(self) -> RecorderCounters:
         """A snapshot."""
         with self._lock:
-            return replace(self._counters)
+            counters = replace(self._counters)
+        if self._unseen:
+            counters.ranges_opened = counters.ranges_closed = counters.pairs_resolved
+        return counters
 
     def define(self, space: DefineSpace, number: int, text: str, value: int = 0) -> None:
         """Give an id a name."""
@@ -171,66 +180,66 @@ class Emitter:
             return None
 
     def _write(
-        self,
-        put: Callable[..., bool],
-        word: int,
-        rest: tuple[Any, ...],
-        streams: tuple[int, ...],
-        name: RangeName | None = None,
-        device: Device | None = None,
-        event: EventState | None = None,
-        version: int = 0,
-    ) -> Probe | Literal[False] | None:
+        self, packs: BlockSink, word: int, a: Any, b: Any, accesses: tuple[Access, ...] | None,
+        stream: int, other: int, name: RangeName | None, device: Device | None,
+        event: EventState | None = None, version: int = 0,
+    ) -> Probe | Literal[False] | None:  # fmt: skip
         """As ``_emit``, of a record that is packed at once; False if nothing was done: then ``_emit`` sees to it.
 
+        This is the hot path: arguments by position, and no call that can be done without.
+
         Args:
-            put: ``BlockSink.put`` or ``put_work``.
+            packs: The sink.
             word: The slot's first word but for the thread.
-            rest: What ``put`` gets after the time.
-            streams: Those that the operation is queued on.
-            event: Was waited for by the thread; the record is left out if it was recorded since ``version``.
+            a, b, accesses: What ``put_work`` gets after the time; ``put`` if the last is none.
+            stream, other: What the operation is queued on; the same twice if that is one.
+            name: Of the range, if the operation has one.
+            device: As for ``_emit``.
+            event: It was waited for by the thread, and queued on nothing: the record is left out if it was recorded
+                since ``version``.
         """
-        sink = self._sink
-        if not (self._on and sink.writable):
-            return None
-        if sink.mode is _OFF:
-            sink.drop(_SWITCHED_OFF)
-            return None
-        started, lane = _now_ns(), self._lanes.lane
-        number = lane.number
-        if number < 0 or lane.batch is not None or not self._streams.issuperset(streams):
+        lane, streams = self._lanes.lane, self._streams
+        thread, done = lane.number, False
+        if thread < 0 or lane.batch is not None or not self._on:
+            return False
+        if event is None and (stream not in streams or other not in streams):
+            return False
+        started = 0 if self._next_op % _TIMED_ONE_IN else _now_ns()
+        acquire, release, clock = self._acquire, self._release, self._clock  # called by name: half the price
+        acquire()
+        if self._busy:
+            release()
             return False
         try:
-            self._acquire()
-            try:
-                if self._busy:
-                    return False
-                self._busy = True
-                try:
-                    if event is not None and not self._settled(event, version):
-                        return None
-                    op = self._next_op
-                    try:
-                        if not put(word | number << 32, op, self._clock(), *rest):
-                            return False
-                    except Exception:  # noqa: BLE001 ``_emit`` says what is wrong with it
-                        return False
-                    self._next_op = op + 1  # type: ignore[assignment] # as in _emit
-                    last_on = self._last_on
-                    for handle in streams:
-                        last_on[handle] = op
-                    if event is not None:
-                        event.known_to[number] = version
-                    self._row_of_failures = 0
-                    return None if name is None else self._kept(device, op, number, name)
-                finally:
-                    self._busy = False
-                    self._counters.hook_ns += _now_ns() - started
-            finally:
-                self._release()
+            self._busy = True
+            if event is not None and not self._settled(event, version):
+                return None
+            op = self._next_op
+            if accesses is None:
+                done = packs.put(word | thread << 32, op, clock(), a, b)
+            else:
+                done = packs.put_work(word | thread << 32, op, clock(), a, b, accesses)
+            if not done:
+                return False
+            self._next_op = op + 1  # type: ignore[assignment] # a call of the type costs as much as the clock
+            self._row_of_failures = 0
+            if event is not None:
+                event.known_to[thread] = version
+                return None
+            self._last_on[stream] = op
+            if other != stream:
+                self._last_on[other] = op
+            return None if name is None else self._kept(device, op, thread, name)
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
+            if not done:  # ``_emit`` says what is wrong with it
+                return False
             self._failed(error)
             return None
+        finally:
+            self._busy = False
+            if started:
+                self._counters.hook_ns += _TIMED_ONE_IN * (_now_ns() - started)
+            release()
 
     def _kept(self, device: Device | None, op: OpId, thread: ThreadId, name: RangeName) -> Probe | None:
         """Count a launch, copy or wait that was recorded; a probe for it if ``device`` is given."""
@@ -243,7 +252,10 @@ class Emitter:
             counters.waits += 1
         if device is None:
             return None
-        probe = device.probe(partial(self._open_range, name, op), self._close_range)
+        if self._unseen:
+            probe = device.probe()
+        else:
+            probe = device.probe(partial(self._open_range, name, op), self._close_range)
         self._pending.add(op, thread, probe, device)
         return probe
 

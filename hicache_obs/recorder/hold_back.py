@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, Protocol, cast
 
 from hicache_obs._struct import replace
@@ -67,6 +68,15 @@ class HoldBack:
         """As the sink behind."""
         return self._sink.mode
 
+    @property
+    def switch(self) -> Sequence[int]:
+        """As the sink behind."""
+        return self._sink.switch
+
+    def skip(self) -> None:
+        """Count a record that came while ``switch`` was 0, after all that are kept back."""
+        self.drop(DropReason.SWITCHED_OFF)
+
     def expect(self) -> None:
         """Late ids have been made: from now on records are looked at."""
         if not self._expecting:
@@ -113,6 +123,10 @@ class HoldBack:
     ) -> bool:
         """As ``put_round``; False if it has to be kept back."""
         return not self._held and self._sink.put_round(word, op, host_ns, stream, site, group, pool, lists, split)
+
+    def put_rows(self, rows: Sequence[tuple[int, ...]]) -> int:
+        """As the sink behind; none of them if they have to be kept back."""
+        return 0 if self._held else self._sink.put_rows(rows)
 
     def put_packed(self, slot: bytes) -> bool:
         """As the sink behind."""

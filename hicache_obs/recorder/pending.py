@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Final
 
 from hicache_obs.recorder.counters import RecorderCounters
@@ -16,7 +17,11 @@ from hicache_obs.streams.protocol import Device, Probe
 
 DEFAULT_MAX_PENDING: Final = 1 << 14
 _TIMES: Final = KINDS.index(Times)
+_AT_ONCE: Final = 16
+"""Times that are written while the lock is held once: an engine's thread may be waiting for it."""
 _Item = tuple[OpId, ThreadId, Probe, Device]
+_Known = tuple[_Item, tuple[int, int]]
+"""With start and end, ns."""
 
 
 class PendingTimes:
@@ -78,22 +83,12 @@ class PendingTimes:
             return 0
         count = 0
         try:
-            while self._sink.writable and (item := self._first()) is not None:
-                probe = item[2]
-                try:
-                    if not probe.ready():
-                        if item is self._first():
-                            break
-                        continue  # it was given up meanwhile
-                    start_ns, end_ns = probe.times_ns()
-                    error_ns = item[3].clock_error_ns
-                except Exception as error:  # noqa: BLE001 a device error must not end the agent
-                    if self._take(item):
-                        self._give_up()
-                        self._failed(error)
-                    continue
-                if self._take(item, (start_ns, end_ns, error_ns, 0)):
-                    count += 1
+            while self._sink.writable and (items := list(islice(self._items, _AT_ONCE))):
+                known, error_ns = self._known(items)
+                if known:
+                    count += self._append(known, error_ns)
+                elif self._is_first(items[0]):  # else it was given up meanwhile
+                    break
             self._sink.beat(self._clock())
         finally:
             with self._lock:
@@ -101,24 +96,59 @@ class PendingTimes:
             self._resolving.release()
         return count
 
-    def _first(self) -> _Item | None:
-        try:
-            return self._items[0]  # without the lock: whoever takes it looks again
-        except IndexError:
-            return None
+    def _known(self, items: list[_Item]) -> tuple[list[_Known], int]:
+        """Those of ``items`` whose times have come, up to the first of another device, and the error of the times.
 
-    def _take(self, item: _Item, times: tuple[int, int, int, int] | None = None) -> bool:
-        """Remove ``item``, if it is still the first, and append its times: start, end, error in ns, and 0."""
-        items, packs = self._items, self._packs
+        If the first fails it is given up.
+        """
+        found: list[_Known] = []
+        device = items[0][3]
+        for item in items:
+            probe = item[2]
+            try:
+                if item[3] is not device or not probe.ready():
+                    break
+                found.append((item, probe.times_ns()))
+            except Exception as error:  # noqa: BLE001 a device error must not end the agent
+                self._fail(item, error)
+                break
+        if not found:
+            return [], 0
+        try:
+            return found, device.clock_error_ns
+        except Exception as error:  # noqa: BLE001 as above
+            self._fail(items[0], error)
+            return [], 0
+
+    def _fail(self, item: _Item, error: Exception) -> None:
+        """Give ``item`` up if it is the first. If it is not, it will be and fail again, or somebody else gave it up."""
         with self._lock:
-            if not items or items[0] is not item:
-                return False
-            items.popleft()
-            if times is not None:
-                op, thread, now = item[0], item[1], self._clock()
-                if packs is None or not packs.put_work(_TIMES | thread << 32, op, now, times, (0, 0), ()):
-                    self._sink.append(Times(op, thread, now, *times[:3]))
-            return True
+            if not self._is_first(item):
+                return
+            self._items.popleft()
+        self._give_up()
+        self._failed(error)
+
+    def _is_first(self, item: _Item) -> bool:
+        try:
+            return self._items[0] is item
+        except IndexError:
+            return False
+
+    def _append(self, known: list[_Known], error_ns: int) -> int:
+        """Append the times of those that are still the first when it is their turn, and remove them; how many."""
+        items, packs = self._items, self._packs
+        rows: list[tuple[int, ...]] = []
+        with self._lock:
+            now = self._clock()
+            for item, (start_ns, end_ns) in known:
+                if items and items[0] is item:  # no other thread takes one away meanwhile: that needs the lock
+                    items.popleft()
+                    rows.append((_TIMES | item[1] << 32, item[0], now, start_ns, end_ns, error_ns, 0, 0, 0))
+            done = 0 if packs is None else packs.put_rows(rows)
+            for word, op, _, start_ns, end_ns, *_ in rows[done:]:
+                self._sink.append(Times(OpId(op), ThreadId(word >> 32), now, start_ns, end_ns, error_ns))
+        return len(rows)
 
     def _give_up(self) -> None:
         with self._lock:

@@ -50,22 +50,22 @@ def unwrap_event(event: protocol.Event) -> protocol.Event:
 class RecordedEvent:
     """An event whose use is recorded."""
 
-    __slots__ = ("_device", "bare", "state")
+    __slots__ = ("_device", "_recorder", "bare", "state")
 
     def __init__(self, device: RecordedDevice, bare: protocol.Event, state: EventState) -> None:
         self._device = device
+        self._recorder = device.recorder
         self.bare: Final = bare
         self.state: Final = state
 
     def record(self, stream: protocol.Stream | None = None) -> None:
         """See ``protocol.Event.record``."""
-        device = self._device
-        bare = None if stream is None else unwrap_stream(stream)
-        device.recorder.begin_event_record(device.bare, self.state, bare)
+        bare = stream.bare if isinstance(stream, RecordedStream) else stream
+        self._recorder.begin_event_record(self._device.bare, self.state, bare)
         try:
             self.bare.record(bare)
         finally:
-            device.recorder.end_event_record(self.state)
+            self.state.version += 1  # all that ``end_event_record`` does
 
     def wait(self, stream: protocol.Stream | None = None) -> None:
         """See ``protocol.Event.wait``."""
@@ -81,9 +81,10 @@ class RecordedEvent:
 
     def synchronize(self) -> None:
         """See ``protocol.Event.synchronize``."""
-        version = self.state.stamp
+        state = self.state
+        version = state.stamp
         self.bare.synchronize()
-        self._device.recorder.event_synchronized(self.state, version)
+        self._recorder.event_synchronized(state, version)
 
     def elapsed_time(self, end: protocol.Event) -> float:
         """See ``protocol.Event.elapsed_time``. An answer means that both events are complete, as a query would."""
@@ -99,10 +100,11 @@ class RecordedEvent:
 class RecordedStream:
     """A stream whose use is recorded."""
 
-    __slots__ = ("_device", "bare", "kind")
+    __slots__ = ("_device", "_recorder", "bare", "kind")
 
     def __init__(self, device: RecordedDevice, bare: protocol.Stream) -> None:
         self._device = device
+        self._recorder = device.recorder
         self.bare: Final = bare
         self.kind: Final[StreamKind] = getattr(bare, "kind", StreamKind.NONBLOCKING)
 
@@ -140,7 +142,7 @@ class RecordedStream:
         probe: protocol.Probe | None = None,
     ) -> None:
         """See ``protocol.Stream.wait_stream``."""
-        recorder, on = self._device.recorder, unwrap_stream(stream)
+        recorder, on = self._recorder, stream.bare if isinstance(stream, RecordedStream) else stream
         own = recorder.wait_stream(self._device.bare, self.bare, on, purpose, timed=probe is None)
         try:
             self.bare.wait_stream(on, purpose=purpose, probe=own if probe is None else probe)
@@ -250,7 +252,7 @@ class RecordedDevice:
 
     def stream(self, stream: protocol.Stream) -> AbstractContextManager[None]:
         """See ``protocol.Device.stream``."""
-        return self.bare.stream(unwrap_stream(stream))
+        return self.bare.stream(stream.bare if isinstance(stream, RecordedStream) else stream)
 
     def synchronize(self) -> None:
         """See ``protocol.Device.synchronize``."""

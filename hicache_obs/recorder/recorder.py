@@ -137,17 +137,25 @@ class Recorder(Emitter):
     def work(self, device: Device, work: Work, *, timed: bool = True) -> Probe | None:
         """``work`` is launched on the current stream. The probe is for the launch call."""
         name = _SEGMENT if work.direction is None and not work.moves else _COPY
-        packs, site = self._packs, self._sites.get(work.site)
-        if packs is not None and site is not None and work.rows is None and not work.moves:
-            try:
-                handle = device.current_stream().stream_id
-                word = KERNEL if work.direction is None else MEMCPY | work.direction << 16
-                rest = (handle, site, work.group, work.size_bytes), work.layers, work.accesses
-                done = self._write(packs.put_work, word, rest, (handle,), name, device if timed else None)
-            except Exception:  # noqa: BLE001 what is wrong with it is said below
-                done = False
-            if done is not False:
-                return done
+        packs = self._packs
+        if packs is not None:
+            if not packs.switch[0]:
+                packs.skip()
+                return None
+            site = self._sites.get(work.site)
+            if site is not None and work.rows is None and not work.moves:
+                try:
+                    stream = device.current_stream().stream_id
+                    word = KERNEL if work.direction is None else MEMCPY | work.direction << 16
+                    numbers = stream, site, work.group, work.size_bytes
+                    done = self._write(
+                        packs, word, numbers, work.layers, work.accesses,
+                        stream, stream, name, device if timed else None,
+                    )  # fmt: skip
+                except Exception:  # noqa: BLE001 what is wrong with it is said below
+                    done = False
+                if done is not False:
+                    return done
         return self._work(device, work, name, timed)
 
     def _work(self, device: Device, work: Work, name: RangeName, timed: bool) -> Probe | None:
@@ -212,12 +220,13 @@ class Recorder(Emitter):
     def _replay_probes(
         self, device: Device, op: OpId, thread: ThreadId, nodes: Sequence[Work | None]
     ) -> tuple[Probe, Probe] | None:
-        opens = partial(self._open_range, RangeName.SEGMENT, op)
+        opens = None if self._unseen else partial(self._open_range, RangeName.SEGMENT, op)
+        closes = None if self._unseen else self._close_range
         try:
             if sum(node is not None for node in nodes) == 1:
-                first = last = device.probe(opens, self._close_range)
+                first = last = device.probe(opens, closes)
             else:
-                first, last = device.probe(opens), device.probe(None, self._close_range)
+                first, last = device.probe(opens), device.probe(None, closes)
         except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
             self._failed(error)
             return None
@@ -237,15 +246,25 @@ class Recorder(Emitter):
     ) -> Probe | None:
         """``stream`` is told to wait for ``event``. The probe is for the wait call."""
         chosen = device if timed else None
-        if self._packs is not None:
+        packs = self._packs
+        if packs is not None:
+            if not packs.switch[0]:
+                packs.skip()
+                return None
             handle = stream.stream_id
-            rest = event.event_id, handle
-            done = self._write(self._packs.put, EVENT_WAIT | purpose << 16, rest, (handle,), _WAIT_EVENT, chosen)
+            done = self._write(
+                packs, EVENT_WAIT | purpose << 16, event.event_id, handle, None, handle, handle, _WAIT_EVENT, chosen
+            )
             if done is not False:
                 return done
+        return self._wait_event(chosen, stream, event, purpose)
+
+    # The slow ways are methods of their own: what a nested function uses is boxed at each call.
+
+    def _wait_event(self, device: Device | None, stream: Stream, event: EventState, purpose: Purpose) -> Probe | None:
         return self._emit(
             lambda op, thread, now: EventWait(op, thread, now, event.event_id, self._queue_on(stream, op), purpose),
-            chosen,
+            device,
             _WAIT_EVENT,
         )
 
@@ -254,16 +273,23 @@ class Recorder(Emitter):
     ) -> Probe | None:
         """``waiter`` is told to wait for ``on``. The probe is for the wait call."""
         chosen = device if timed else None
-        if self._packs is not None:
-            both = waiter.stream_id, on.stream_id
-            done = self._write(self._packs.put, WAIT_STREAM | purpose << 16, both, both, _WAIT_STREAM, chosen)
+        packs = self._packs
+        if packs is not None:
+            if not packs.switch[0]:
+                packs.skip()
+                return None
+            a, b = waiter.stream_id, on.stream_id
+            done = self._write(packs, WAIT_STREAM | purpose << 16, a, b, None, a, b, _WAIT_STREAM, chosen)
             if done is not False:
                 return done
+        return self._wait_stream(chosen, waiter, on, purpose)
+
+    def _wait_stream(self, device: Device | None, waiter: Stream, on: Stream, purpose: Purpose) -> Probe | None:
         return self._emit(
             lambda op, thread, now: WaitStream(
                 op, thread, now, self._queue_on(waiter, op), self._queue_on(on, op), purpose
             ),
-            chosen,
+            device,
             _WAIT_STREAM,
         )
 
@@ -278,10 +304,18 @@ class Recorder(Emitter):
         event.version += 1  # without the lock: no other thread comes in between here, there is no call
         if event.known_to:
             event.known_to.clear()
-        if self._packs is not None and stream is not None:
-            handle = stream.stream_id
-            if self._write(self._packs.put, EVENT_RECORD, (event.event_id, handle), (handle,)) is not False:
+        packs = self._packs
+        if packs is not None:
+            if not packs.switch[0]:
+                packs.skip()
                 return
+            if stream is not None:
+                on = stream.stream_id
+                if self._write(packs, EVENT_RECORD, event.event_id, on, None, on, on, None, None) is not False:
+                    return
+        self._record_event(device, event, stream)
+
+    def _record_event(self, device: Device, event: EventState, stream: Stream | None) -> None:
         self._emit(
             lambda op, thread, now: EventRecord(
                 op,
@@ -312,9 +346,15 @@ class Recorder(Emitter):
 
     def event_synchronized(self, event: EventState, version: int) -> None:
         """A synchronize of ``event`` has returned; ``version`` is from before the call."""
-        packs, rest = self._packs, (event.event_id, 0)
-        if packs is None or self._write(packs.put, EVENT_SYNC, rest, (), event=event, version=version) is False:
-            self._synchronized(event, version)
+        packs = self._packs
+        if packs is not None:
+            if not packs.switch[0]:
+                packs.skip()
+                return
+            number = event.event_id
+            if self._write(packs, EVENT_SYNC, number, 0, None, 0, 0, None, None, event, version) is not False:
+                return
+        self._synchronized(event, version)
 
     def _synchronized(self, event: EventState, version: int) -> None:
         def build(op: OpId, thread: ThreadId, now: int) -> AnyRecord | None:

@@ -20,7 +20,7 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -66,10 +66,14 @@ DEFAULT_ARENA_WORDS: Final = 1 << 20
 _ALL_END: Final = ALL_LAYERS[1]
 _DEVICE, _READS, _WRITES = int(Space.DEVICE), Mode.READ | SLOT_LIST, Mode.WRITE | SLOT_LIST
 _pack_round: Final = pack_work[2]
+_pack_row: Final = pack_work[0]
 _MODE: Final = int(RingWord.MODE)  # plain numbers: looking up an enum member costs more than the store
 _HEAD_WORD: Final = int(RingWord.HEAD)
 _ARENA_LOW: Final = int(RingWord.ARENA_LOW)
 _DROPPED: Final = int(RingWord.DROPPED)
+_OFF: Final = int(DropReason.SWITCHED_OFF)
+_SKIPPED: Final = _DROPPED + _OFF
+_SHUT: Final = (0,)
 
 _MODES: Final = tuple(CaptureMode)
 
@@ -129,6 +133,8 @@ class RingWriter:
         self._fence.acquire()
         write_header(self._words, ranks, mode, clock, slots=slots, arena_words=arena_words)
         self.writable = self._open = True
+        self.switch: Sequence[int] = self._words[_MODE : _MODE + 1]
+        """The mode byte, for whoever asks at every call; 0 once closed, and in a forked child."""
         _LIVE.add(self)
 
     @property
@@ -269,6 +275,29 @@ class RingWriter:
         self._publish(head + 1)
         return True
 
+    def put_rows(self, rows: Sequence[tuple[int, ...]]) -> int:
+        """As ``put_work`` for records without accesses, which become visible at once.
+
+        Args:
+            rows: Of each all the numbers of its slot: first word, op, host_ns, a to d, both layers.
+
+        Returns:
+            How many are written, the first ones.
+        """
+        if self._any_lost or self._busy or not self._open or not self._words[_MODE]:
+            return 0
+        self._busy = True
+        try:
+            head = self._head
+            fitting = rows[: max(0, self._full_at - head)]
+            for row in fitting:
+                _pack_row(self._map, HEADER_BYTES + head % self._slots * SLOT_BYTES, *row)
+                head += 1
+            self._publish(head)
+        finally:
+            self._busy = False
+        return len(fitting)
+
     def put_packed(self, slot: bytes) -> bool:
         """As ``append``, for a record that is ``pack_plain``'s."""
         if not self.writable:
@@ -339,6 +368,16 @@ class RingWriter:
                 self._pending_lost[reason] += count
                 self._any_lost = True
 
+    def skip(self) -> None:
+        """As ``drop`` of a record that comes while ``switch`` is 0, without the lock. Never raises."""
+        if self.writable:
+            try:
+                self._words[_SKIPPED] += 1  # no other thread comes in between, here and below: there is no call
+            except ValueError:  # closed meanwhile
+                return
+            self._pending_lost[_OFF] += 1
+            self._any_lost = True
+
     def beat(self, host_ns: int) -> None:
         """Say that the writer is alive; the agent shows how long ago that was."""
         if not self.writable:
@@ -364,6 +403,7 @@ class RingWriter:
             if self._open:  # in a forked child it is not, and the ring is the parent's
                 self._words[RingWord.CLOSED] = 1
             self._open = False
+            self.switch = _SHUT
             _LIVE.discard(self)
             self._arena.close()
             self._slot_words = np.zeros((0, SLOT_BYTES // 8), dtype=np.int64)
@@ -376,6 +416,7 @@ class RingWriter:
     def disown(self) -> None:
         """Never touch the file again: this process is a fork of its owner, and the lock may be held for ever."""
         self.writable = self._open = False
+        self.switch = _SHUT
         self._lock = threading.RLock()
         self._busy = False
 
@@ -399,8 +440,10 @@ class RingWriter:
 
     def _report_lost(self, record: Record | Block) -> bool:
         """Write a ``Lost`` per reason; False if they and the record that is waiting do not all fit."""
+        self._any_lost = False  # ``skip`` may say otherwise at any time
         reasons = [reason for reason in DropReason if self._pending_lost[reason]]
         if not self._room(len(reasons) + 1):
+            self._any_lost = True
             return False
         for reason in reasons:
             count = self._pending_lost[reason]
@@ -409,7 +452,6 @@ class RingWriter:
             self._publish(self._head + 1)
             self._words[RingWord.REPORTED + reason] += count
             self._pending_lost[reason] -= count
-        self._any_lost = any(self._pending_lost)
         return True
 
     def _no_arena(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from hicache_obs.recorder.batch import Block
@@ -40,6 +41,13 @@ class RecordSink(Protocol):
 class BlockSink(RecordSink, Protocol):
     """A ``RecordSink`` that also takes packed records, and many at once. See ``RingWriter``."""
 
+    @property
+    def switch(self) -> Sequence[int]:
+        """One number: 0 while no record is taken. May be read without a lock."""
+
+    def skip(self) -> None:
+        """Count a record that came while ``switch`` was 0. Never raises."""
+
     def put(self, word: int, op: int, host_ns: int, a: int, b: int) -> bool: ...
 
     def put_work(
@@ -59,6 +67,8 @@ class BlockSink(RecordSink, Protocol):
         lists: Numbers,
         split: int,
     ) -> bool: ...
+
+    def put_rows(self, rows: Sequence[tuple[int, ...]]) -> int: ...
 
     def put_packed(self, slot: bytes) -> bool: ...
 
