@@ -118,7 +118,6 @@ class RingWriter:
             self._map, dtype="<i8", count=slots * SLOT_BYTES // 8, offset=HEADER_BYTES
         ).reshape(slots, SLOT_BYTES // 8)
         self._arena = Arena(self._map, HEADER_BYTES + slots * SLOT_BYTES, arena_words, self._words)
-        self._cells = self._arena.cells
         self._pack = SlotPacker(self._map, self._arena).pack
         self._slots = slots
         self._head = 0
@@ -232,12 +231,13 @@ class RingWriter:
             return False
         self._busy = True
         try:
-            cells = self._cells(accesses) if accesses else ()
+            cells = self._arena.cells(accesses) if accesses else ()
             if cells is None:
                 return False
             count = len(accesses)
             place = HEADER_BYTES + head % self._slots * SLOT_BYTES
-            pack_work[count](self._map, place, word | count << 8, op, host_ns, *numbers, *layers, *cells)
+            pack = pack_work[count]
+            pack(self._map, place, word | count << 8, op, host_ns, *numbers, *layers, *cells)
             self._publish(head + 1)
         finally:
             self._busy = False
@@ -341,7 +341,7 @@ class RingWriter:
             return DropReason.RING_FULL
         words = []
         for accesses, _, _ in block.parts:
-            cells = self._cells(accesses)
+            cells = self._arena.cells(accesses)
             if cells is None:
                 self._free_arena()
                 return DropReason.ARENA_FULL
