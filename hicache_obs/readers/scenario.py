@@ -133,7 +133,8 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
     try:
         file = msgspec.json.decode(data, type=ScenarioFile)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise TraceError(f"{source}: {explain(error, ScenarioFile)}") from None
+        fields = msgspec.json.decode(data) if isinstance(error, msgspec.ValidationError) else None
+        raise TraceError(f"{source}: {explain(error, ScenarioFile, fields)}") from None
     program = _Program(file)
     for position, raw in enumerate(file.steps, 1):
         step_id = f"number {position}"
@@ -199,7 +200,8 @@ class _Program:
     def add(self, step: Step) -> None:
         """Append the records of one step."""
         if step.id in self._seen:
-            raise BadStep(f"id {step.id!r} is taken by step number {self._seen[step.id]}; ids must be unique")
+            taken = f"id {step.id!r} is taken by step number {self._seen[step.id]}"
+            raise BadStep(f"{taken}; ids must be unique, here step number {len(self._seen) + 1}")
         self._seen[step.id] = len(self._seen) + 1
         self._layers_of(step)  # a layer that does not exist is a mistake whatever the operation
         op = self._next_op()
