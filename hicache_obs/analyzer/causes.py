@@ -17,6 +17,8 @@ from hicache_obs.records import Space, StreamId
 
 RECENT_WAITS: Final = 256
 _FORMER: Final = attrgetter("former")
+_IN_VAIN: Final = (Cause.EARLY_EVENT, Cause.EVENT_REUSE, Cause.EVENT_UNRECORDED)
+"""Causes of those who did wait before they gave pages away, for the wrong record."""
 
 
 _Wait = tuple[Actor, StreamId | None, Snapshot | None, Snapshot | None, int, int]
@@ -46,7 +48,8 @@ class Causes:
         self._waits.append((waiter, stream, snapshot, former, seq, self._order.clocks[waiter][0][waiter]))
 
     def note_sync(self, thread: Actor, stream: StreamId | None, snapshot: Snapshot | None, seq: int) -> None:
-        """``note_wait`` of a host thread; ``stream`` is ``None`` if it waits for an event, or for all streams."""
+        """``note_wait`` of a host thread; ``stream`` is ``None`` if it waits for an event, or for all streams, or has
+        asked for an event and been told that it is complete."""
         self._threads.add(thread)
         self.note_wait(thread, stream, snapshot, seq)
 
@@ -60,7 +63,7 @@ class Causes:
         earlier = conflict.earlier
         if proof is Proof.UNKNOWN:
             return self._unknown(conflict, later), None
-        if self._hazards.moved(conflict.overlaps, earlier, later):
+        if self._hazards.stale(conflict.overlaps, earlier, later):
             return Cause.STALE_ADDRESS, None
         if later.label.what == "graph" and earlier.label.what == "restore":
             return Cause.GRAPH_SKIPS_WAIT, None
@@ -68,7 +71,8 @@ class Causes:
         if freed and principal(conflict.overlaps).space is Space.BUFFER:
             return Cause.NO_RECORD_STREAM, None
         if freed and earlier.label.what in TRANSFERS:
-            return Cause.EARLY_FREE, None
+            cause, _ = self._useless_wait(earlier, later, actor)
+            return cause if cause in _IN_VAIN else Cause.EARLY_FREE, None
         if earlier.label.stream is None and earlier.label.thread != later.label.thread:
             return Cause.THREAD_RACE, None
         return self._useless_wait(earlier, later, actor)
@@ -87,15 +91,18 @@ class Causes:
     def _useless_wait(self, earlier: Operation, later: Operation, actor: Actor) -> tuple[Cause, StreamId | None]:
         """The wait between the two that was meant to order them, and the stream it concerns; newest first.
 
-        For an access in no stream the wait is its thread's own: a synchronize with a stream that ran none of it.
+        For an access in no stream the wait is its thread's own: a synchronize with a stream that ran none of it. Before
+        a launch, a thread that waits for a transfer wants to know its pages free, but one that waits for an older
+        forward round just wants its results: no early event.
         """
         before, issuer = earlier.group.actor, self._order.thread(later.label.thread)
         thread = issuer if later.label.stream is None else None
+        releaser = issuer if earlier.label.what in TRANSFERS else thread
         cause = Cause.MISSING_FENCE
         for waiter, stream, snapshot, former, seq, epoch in reversed(self._waits):
             if seq < earlier.seq:
                 break
-            mine = waiter in (actor, thread)
+            mine = waiter in (actor, issuer)
             if snapshot is None:
                 if mine:
                     cause = Cause.EVENT_UNRECORDED
@@ -109,6 +116,13 @@ class Causes:
             unused = epoch == self._order.clock(waiter)[waiter]  # a fence that protects no work
             if idle or (covers and waiter != actor and unused):
                 return Cause.WRONG_STREAM, stream
-            if mine and not covers and snapshot.actor == before:
+            if waiter in (actor, releaser) and not covers and self._ahead(snapshot, before, earlier):
                 cause = Cause.EARLY_EVENT
         return cause, None
+
+    def _ahead(self, snapshot: Snapshot, before: Actor, earlier: Operation) -> bool:
+        """Whether a record that does not cover ``earlier`` was made where it ran, too early: on its stream, or by an
+        entry of its graph."""
+        if snapshot.actor == before:
+            return True
+        return earlier.within and snapshot.seq < earlier.seq and self._order.same_graph(snapshot.actor, before)

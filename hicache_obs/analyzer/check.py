@@ -502,8 +502,7 @@ class Analyzer:
         """The calling thread knows the event's record to be complete."""
         order = self._order
         snapshot, thread = order.current(record.event), order.thread(record.thread)
-        if not polled:
-            self._causes.note_sync(thread, None, snapshot, self._seq)
+        self._causes.note_sync(thread, None, snapshot, self._seq)
         if self._foreign.events and self._foreign.waits(record.event, self._seq):
             order.suspect(thread)
         elif snapshot is not None:

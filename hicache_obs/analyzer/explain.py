@@ -134,12 +134,12 @@ def _proof(finding: Finding) -> str:
     elif finding.cause is Cause.THREAD_RACE:
         text += f"; the thread that issued op {edge.before} was not told that op {edge.after} was over"
     elif finding.cause is Cause.EARLY_EVENT:
-        text += f"; '{edge.waiter}' does wait for '{edge.on}', on an event recorded before op {edge.after} was queued"
+        text += f"; there is a wait for '{edge.on}', on an event recorded too early to cover op {edge.after}"
     elif finding.cause is Cause.EVENT_REUSE:
-        text += f"; '{edge.waiter}' does wait, on an event that was recorded after op {edge.after} and then recorded "
-        text += "again elsewhere before the wait, which takes the newest record"
+        text += f"; there is a wait, on an event that was recorded after op {edge.after} and then recorded again "
+        text += "elsewhere before the wait, which takes the newest record"
     elif finding.cause is Cause.EVENT_UNRECORDED:
-        text += f"; '{edge.waiter}' waits on an event that had never been recorded, which orders nothing"
+        text += "; there is a wait, on an event that had never been recorded, which orders nothing"
     elif finding.cause is Cause.RECORDS_LOST:
         text = "records were lost between the two, so an edge may be missing from the trace"
     elif finding.cause is Cause.SHARED_EVENT:

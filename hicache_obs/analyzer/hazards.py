@@ -74,7 +74,8 @@ class Hazards:
                 return Hazard.LIFETIME
             return Hazard.HOST_REUSE if "host" in kinds and "restore" in kinds else Hazard.METADATA_WAR
         first, second = (_PAGE_ROLE.get(kind, kind) for kind in kinds)
-        return _DEVICE_HAZARDS.get((first, main.earlier, second, main.later), Hazard.OTHER)
+        otherwise = Hazard.STORAGE_PREFETCH if "storage" in kinds else Hazard.OTHER
+        return _DEVICE_HAZARDS.get((first, main.earlier, second, main.later), otherwise)
 
     def between(self, earlier: Operation, later: Operation) -> Hazard | None:
         """Hazard a fence between the two prevents, ``None`` if they share no device page."""
@@ -86,6 +87,16 @@ class Hazards:
         """Whether a relocation is one of the two, or moved a shared page away in between."""
         kinds = (earlier.label.what, later.label.what)
         return "relocate" in kinds or any(self._shadow.moved_since(o, earlier.seq) for o in overlaps)
+
+    def stale(self, overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation) -> bool:
+        """Whether a shared page was moved away: an address that one of the two no longer may use. Not so where a
+        relocation puts a page."""
+        if any(self._shadow.moved_since(overlap, earlier.seq) for overlap in overlaps):
+            return True
+        first, second = (operation.label.what == "relocate" for operation in (earlier, later))
+        return any(
+            (first and overlap.earlier is Mode.READ) or (second and overlap.later is Mode.READ) for overlap in overlaps
+        )
 
 
 def _severity(overlap: Overlap) -> tuple[bool, bool, bool]:

@@ -47,7 +47,7 @@ def test_why_the_waits_that_exist_do_not_help() -> None:
     wrong = text_of("F:w5 X<<F L:w5")
     assert "a fence that covers op 0 was put on 'X', but op 2 ran on 'L'" in wrong
     assert "put the fence on 'L', the stream that runs op 2" in wrong
-    assert "on an event recorded before op 1 was queued" in text_of("e=F F:w5 L<e L:w5")
+    assert "a wait for 'F', on an event recorded too early to cover op 1" in text_of("e=F F:w5 L<e L:w5")
     assert "an event that had never been recorded" in text_of("F:w5 L<e L:w5")
     assert "recorded again elsewhere before the wait" in text_of("F:w5 e=F e=S L<e L:w5")
     assert "records were lost between the two" in text_of("F:w5 ~3 L:w5")

@@ -37,6 +37,9 @@ LOAD = {"op": "memcpy", "kind": "h2d", "stream": "l", "device_pages": [6], "host
 FILL = {"op": "host_access", "writes_buf": ["b"]}
 USE = {"op": "host_access", "reads_buf": ["b"], "thread": "t"}
 OTHER = {"op": "event_record", "event": "e", "stream": "x"}
+FREED = {"op": "free", "pool": "host", "pages": [1], "owner": "A"}
+ROUND = {"op": "kernel", "stream": "f", "writes": [6]}
+OVER = {"op": "memcpy", "kind": "h2d", "stream": "l", "device_pages": [6], "host_pages": [9]}
 
 
 def told(first: str, second: str) -> list[Step]:
@@ -60,7 +63,19 @@ def told(first: str, second: str) -> list[Step]:
         ([SAVE, DRAIN, PUT], Cause.WRONG_THREAD),
         ([SAVE, ALL, PUT], Cause.WRONG_THREAD),
         ([SAVE, ALL, {**LOAD, "thread": "t"}], Cause.WRONG_THREAD),
-        ([SAVE, RECORD, QUERY, PUT], Cause.MISSING_FENCE),  # to ask is not to wait
+        ([SAVE, RECORD, QUERY, PUT], Cause.WRONG_THREAD),  # however it learned
+        ([SAVE, RECORD, {**QUERY, "result": False}, PUT], Cause.MISSING_FENCE),
+        ([SAVE, RECORD, QUERY, LOAD], None),
+        ([SAVE, QUERY, LOAD], Cause.EVENT_UNRECORDED),
+        ([SAVE, RECORD, OTHER, QUERY, LOAD], Cause.EVENT_REUSE),
+        ([RECORD, SAVE, QUERY, LOAD], Cause.EARLY_EVENT),
+        ([RECORD, SAVE, QUERY, FREED, LOAD], Cause.EARLY_EVENT),  # it waited, for the wrong record
+        ([SAVE, FREED, LOAD], Cause.EARLY_FREE),
+        ([SAVE, RECORD, {**SYNC, "thread": "t"}, FREED, LOAD], Cause.EARLY_FREE),  # who gave it away did not look
+        ([ROUND, SYNC, OVER], Cause.EVENT_UNRECORDED),
+        ([ROUND, {**RECORD, "stream": "f"}, OTHER, SYNC, OVER], Cause.EVENT_REUSE),
+        ([{**RECORD, "stream": "f"}, ROUND, SYNC, OVER], Cause.MISSING_FENCE),  # results of the round before
+        ([ROUND, {**RECORD, "stream": "f"}, SYNC, OVER], None),
         ([DRAIN, SAVE, PUT], Cause.MISSING_FENCE),  # a wait from before was meant for something else
         ([RECORD, SAVE, SYNC, PUT], Cause.MISSING_FENCE),  # neither thread waited for it
         ([RECORD, SAVE, {**SYNC, "thread": "t"}, PUT], Cause.EARLY_EVENT),
@@ -70,11 +85,13 @@ def told(first: str, second: str) -> list[Step]:
         ([SAVE, RECORD, OTHER, SYNC, PUT], Cause.MISSING_FENCE),
         ([SAVE, OTHER, {**SYNC, "thread": "t"}, PUT], Cause.MISSING_FENCE),  # its own wait, for something else
         ([SAVE, {**DRAIN, "stream": "x", "thread": "t"}, PUT], Cause.WRONG_STREAM),
-        ([RECORD, SAVE, {**SYNC, "thread": "t"}, {**LOAD, "thread": "t"}], Cause.MISSING_FENCE),
+        ([RECORD, SAVE, {**SYNC, "thread": "t"}, {**LOAD, "thread": "t"}], Cause.EARLY_EVENT),
+        ([RECORD, SAVE, {**SYNC, "thread": "t"}, LOAD], Cause.MISSING_FENCE),
     ],
 )
 def test_cause(steps: list[Step], cause: Cause | None) -> None:
-    assert [finding.cause for finding in findings(steps)] == ([] if cause is None else [cause])
+    races = [finding.cause for finding in findings(steps) if not finding.misuse]
+    assert races == ([] if cause is None else [cause])
 
 
 @pytest.mark.parametrize(
@@ -104,3 +121,46 @@ def test_text(steps: list[Step], proof: str, fix: str) -> None:
     lines = [" ".join(line.split()) for line in explain(finding).splitlines()]
     assert f"proof {proof}" in lines
     assert f"fix {fix}" in lines
+
+
+REPLAY = {"op": "graph_replay", "stream": "f", "graph": "g"}
+TOP, LAST, MARK = {"writes": [4]}, {"writes": [5]}, {"event_record": "e"}
+BACKUP = {"op": "memcpy", "kind": "d2h", "stream": "w", "device_pages": [5], "host_pages": [1]}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wait", "cause"),
+    [
+        ([TOP, MARK, LAST], {"op": "event_wait", "event": "e", "stream": "w"}, Cause.EARLY_EVENT),
+        ([TOP, MARK, LAST], SYNC, Cause.MISSING_FENCE),  # results of an earlier entry
+        ([TOP, {**LAST, "after": []}, {**MARK, "after": [0]}], {**SYNC, "op": "event_wait", "stream": "w"}, None),
+        ([TOP, LAST, MARK], SYNC, None),
+        ([TOP, LAST, MARK], {"op": "event_wait", "event": "e", "stream": "w"}, None),
+    ],
+)
+def test_records_by_entries_of_a_graph(nodes: list[Step], wait: Step, cause: Cause | None) -> None:
+    """Too early is one ahead of what it should cover, not one in another branch."""
+    steps = [{**REPLAY, "nodes": nodes}, wait, BACKUP]
+    branch = "after" in nodes[1]
+    expected = [Cause.MISSING_FENCE] if branch else [] if cause is None else [cause]
+    assert [finding.cause for finding in findings(steps)] == expected
+    other = [{**REPLAY, "graph": "h", "nodes": [MARK]}, {**REPLAY, "nodes": [TOP, LAST]}, wait, BACKUP]
+    assert [finding.cause for finding in findings(other)] == [Cause.MISSING_FENCE]
+
+
+@pytest.mark.parametrize(
+    ("move", "cause"),
+    [
+        ([[4, 5]], Cause.MISSING_FENCE),  # to where another one is reading
+        ([[5, 4]], Cause.STALE_ADDRESS),
+        ([[7, 5], [5, 4]], Cause.STALE_ADDRESS),
+        ([[7, 8]], None),
+    ],
+)
+def test_only_the_old_address_is_stale(move: list[list[int]], cause: Cause | None) -> None:
+    moved, use = {"op": "relocate", "stream": "f", "moves": move}, {"op": "kernel", "stream": "x", "writes": [5]}
+    for steps in ([moved, use], [use, moved]):
+        found = findings(steps)
+        assert [finding.cause for finding in found] == ([] if cause is None else [cause])
+        assert all(finding.hazard.value == "relocation" for finding in found)
+    assert findings([moved, {"op": "wait_stream", "waiter": "x", "on": "f"}, use]) == []
