@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Final
 
 from hicache_obs.analyzer.foreign import Foreign
-from hicache_obs.analyzer.hazards import TRANSFERS, Hazards, principal
+from hicache_obs.analyzer.hazards import TRANSFERS, Hazards, part, principal
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.shadow import Conflict, Operation, Shadow
 from hicache_obs.findings import Cause, Proof
@@ -65,12 +65,12 @@ class Causes:
             return self._unknown(conflict, later), None
         if self._hazards.stale(conflict.overlaps, earlier, later):
             return Cause.STALE_ADDRESS, None
-        if later.label.what == "graph" and earlier.label.what == "restore":
+        if later.label.what == "graph" and part(earlier) == "restore":
             return Cause.GRAPH_SKIPS_WAIT, None
         freed = any(self._shadow.freed_since(overlap, earlier.seq) for overlap in conflict.overlaps)
         if freed and principal(conflict.overlaps).space is Space.BUFFER:
             return Cause.NO_RECORD_STREAM, None
-        if freed and earlier.label.what in TRANSFERS:
+        if freed and part(earlier) in TRANSFERS:
             cause, _ = self._useless_wait(earlier, later, actor)
             return cause if cause in _IN_VAIN else Cause.EARLY_FREE, None
         if earlier.label.stream is None and earlier.label.thread != later.label.thread:
@@ -97,7 +97,7 @@ class Causes:
         """
         before, issuer = earlier.group.actor, self._order.thread(later.label.thread)
         thread = issuer if later.label.stream is None else None
-        releaser = issuer if earlier.label.what in TRANSFERS else thread
+        releaser = issuer if part(earlier) in TRANSFERS else thread
         cause = Cause.MISSING_FENCE
         for waiter, stream, snapshot, former, seq, epoch in reversed(self._waits):
             if seq < earlier.seq:

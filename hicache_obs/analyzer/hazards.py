@@ -30,6 +30,12 @@ _DEVICE_HAZARDS: Final = {
     ("backup", Mode.READ, "forward", Mode.WRITE): Hazard.WAR_BACKUP_FORWARD,
 }
 
+_PAGES: Final = {(space, mode) for space in (Space.DEVICE, Space.HOST) for mode in Mode}
+_COPYING: Final = {
+    "restore": {(Space.HOST, Mode.READ), (Space.DEVICE, Mode.WRITE)},
+    "backup": {(Space.DEVICE, Mode.READ), (Space.HOST, Mode.WRITE)},
+}
+"""All that a kernel does to pages if it is a copy."""
 _OWN_HAZARD: Final = {"graph": Hazard.GRAPH, "relocate": Hazard.RELOCATION}
 """Operations whose every conflict has one name."""
 
@@ -46,6 +52,15 @@ def role(record: Kernel | Memcpy) -> str:
     return "backup" if record.direction is Direction.DEVICE_TO_HOST else "copy"
 
 
+def part(operation: Operation) -> str:
+    """``Label.what``, but a kernel that only copies between the pool of host pages and the device is the transfer."""
+    what = operation.label.what
+    if what != "forward":
+        return what
+    touched = {(access.space, access.mode) for access in operation.group.accesses}
+    return next((role for role, ends in _COPYING.items() if touched & _PAGES == ends), what)
+
+
 def principal(overlaps: tuple[Overlap, ...]) -> Overlap:
     """The overlap that names a conflict."""
     return max(overlaps, key=_severity)
@@ -60,7 +75,7 @@ class Hazards:
     def of(self, overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation) -> Hazard:
         """Name of the conflict, by what the two operations are and what they share."""
         main = principal(overlaps)
-        kinds = (earlier.label.what, later.label.what)
+        kinds = (part(earlier), part(later))
         if self.moved(overlaps, earlier, later):
             return Hazard.RELOCATION
         if "graph" in kinds:
@@ -72,7 +87,8 @@ class Hazards:
         if main.space is Space.BUFFER:
             if self._shadow.freed_since(main, earlier.seq):
                 return Hazard.LIFETIME
-            return Hazard.HOST_REUSE if "host" in kinds and "restore" in kinds else Hazard.METADATA_WAR
+            pinned = "host" in kinds and ("restore" in kinds or "backup" in kinds)
+            return Hazard.HOST_REUSE if pinned else Hazard.METADATA_WAR
         first, second = (_PAGE_ROLE.get(kind, kind) for kind in kinds)
         otherwise = Hazard.STORAGE_PREFETCH if "storage" in kinds else Hazard.OTHER
         return _DEVICE_HAZARDS.get((first, main.earlier, second, main.later), otherwise)
