@@ -208,7 +208,7 @@ def _divergences(trace: Trace, order: CollectiveOrder) -> list[Stall]:
             None,
             ranks=divergence.ranks,
         )
-        for divergence in order.divergences(whole=bool(trace.planned_ns))
+        for divergence in order.divergences(whole=bool(trace.planned_ns), ranks=trace.ranks)
     ]
 
 

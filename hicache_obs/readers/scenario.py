@@ -154,6 +154,7 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
         labels=program.labels,
         planned_ns=program.planned_ns,
         planned_end_ns=program.host_ns,
+        ranks=program.ranks,
     )
 
 
@@ -170,6 +171,7 @@ class _Program:
         self._seen: dict[str, int] = {}
         """Position of each step, by its id."""
         self.host_ns = 0
+        self.ranks: set[int] = set()
         self._posts: Counter[str] = Counter()
         """Posts without a receive yet, by channel."""
         self._transfers: dict[str, str | None] = {}
@@ -203,6 +205,7 @@ class _Program:
             taken = f"id {step.id!r} is taken by step number {self._seen[step.id]}"
             raise BadStep(f"{taken}; ids must be unique, here step number {len(self._seen) + 1}")
         self._seen[step.id] = len(self._seen) + 1
+        self.ranks.add(step.rank)
         self._layers_of(step)  # a layer that does not exist is a mistake whatever the operation
         op = self._next_op()
         self._append(_MAKERS[step.op](self, op, step), step, step.dur_us)
