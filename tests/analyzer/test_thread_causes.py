@@ -164,3 +164,27 @@ def test_only_the_old_address_is_stale(move: list[list[int]], cause: Cause | Non
         assert [finding.cause for finding in found] == ([] if cause is None else [cause])
         assert all(finding.hazard.value == "relocation" for finding in found)
     assert findings([moved, {"op": "wait_stream", "waiter": "x", "on": "f"}, use]) == []
+
+
+def transfer(kernel: bool, kind: str, stream: str) -> Step:
+    """A copy between device page 5 and host page 1."""
+    if not kernel:
+        return {"op": "memcpy", "kind": kind, "stream": stream, "device_pages": [5], "host_pages": [1]}
+    ends = {"h2d": {"reads_host": [1], "writes": [5]}, "d2h": {"reads": [5], "writes_host": [1]}}
+    return {"op": "kernel", "stream": stream, **ends[kind]}
+
+
+GIVEN = [{"op": op, "pool": "device", "pages": [5], "owner": owner} for op, owner in (("free", "A"), ("alloc", "B"))]
+FORWARD = {"op": "kernel", "stream": "f", "reads": [3], "writes": [5]}
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_copy_is_named_alike_whoever_makes_it(kernel: bool) -> None:
+    for steps, name in (
+        ([FORWARD, transfer(kernel, "h2d", "l")], ("waw_forward_restore", Cause.MISSING_FENCE)),
+        ([transfer(kernel, "h2d", "l"), {**REPLAY, "reads": [5]}], ("graph", Cause.GRAPH_SKIPS_WAIT)),
+        ([transfer(kernel, "d2h", "w"), *GIVEN, FORWARD], ("war_backup_forward", Cause.EARLY_FREE)),
+        ([transfer(kernel, "d2h", "f"), *GIVEN, FORWARD], None),
+    ):
+        found = [(finding.hazard.value, finding.cause) for finding in findings(steps)]
+        assert found == ([] if name is None else [name])

@@ -431,9 +431,10 @@ IO = {"op": "io_begin", "io": "a", "kind": "rdma_write"}
         ({"op": "kernel"}, "needs key 'stream'"),
         ({**KERNEL, "reads": 3}, "key 'reads': Expected 'array', got 'int'; is 3"),
         (
-            {**KERNEL, "reads": {"a": "b" * 99}},
+            {**KERNEL, "reads": {"a": "b" * 59}},
             f"key 'reads': Expected 'array', got 'object'; is {{\"a\": \"{'b' * 53}...",
         ),
+        ({**KERNEL, "reads": "b" * 58}, f"key 'reads': Expected 'array', got 'str'; is \"{'b' * 58}\""),
         ({**KERNEL, "reads": [1, -2]}, "key 'reads[1]': Expected 'int' >= 0; is -2"),
         ({**KERNEL, "reads": [1.5]}, "key 'reads[0]': Expected 'int | str', got 'float'"),
         ({**KERNEL, "writes": ["mamba"]}, "key 'writes[0]': must be a number or 'pool:number'; is \"mamba\""),
