@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hicache_obs.analyzer import Analyzer
-from hicache_obs.analyzer.causes import RECENT_WAITS, Causes
+from hicache_obs.analyzer.causes import RECENT_WAITS, Causes, Reason
 from hicache_obs.analyzer.foreign import Foreign
 from hicache_obs.analyzer.graph import Graph
 from hicache_obs.analyzer.hazards import IO_ROLE, Hazards, part, principal
@@ -203,7 +203,7 @@ def test_every_cause_without_a_wait() -> None:
                 expected = Cause.EARLY_FREE
             else:
                 expected = Cause.MISSING_FENCE
-            assert found == (expected, None), (kinds, space, other, freed, moved)
+            assert found == Reason(expected), (kinds, space, other, freed, moved)
             assert set(shadow.asked) <= {1}
 
 
@@ -231,7 +231,7 @@ def test_every_reason_why_nobody_can_tell(streams: tuple[int | None, int | None]
             expected = Cause.RECORDS_LOST
         else:
             expected = Cause.SHARED_MEMORY
-        assert found == (expected, None)
+        assert found == Reason(expected)
 
 
 # -- waits -----------------------------------------------------------------------------------------------------

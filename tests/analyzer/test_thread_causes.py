@@ -188,3 +188,24 @@ def test_a_copy_is_named_alike_whoever_makes_it(kernel: bool) -> None:
     ):
         found = [(finding.hazard.value, finding.cause) for finding in findings(steps)]
         assert found == ([] if name is None else [name])
+
+
+FENCED = {"op": "wait_stream", "waiter": "x", "on": "f"}
+
+
+@pytest.mark.parametrize(
+    ("behind", "cause"),
+    [
+        ([], Cause.WRONG_STREAM),
+        ([{**RECORD, "stream": "x"}], Cause.WRONG_STREAM),  # protects nothing
+        ([{**FORWARD, "stream": "x", "writes": [8]}], Cause.MISSING_FENCE),
+        ([{**REPLAY, "stream": "x", "writes": [8]}], Cause.MISSING_FENCE),
+        ([{**REPLAY, "stream": "x", "nodes": [{"writes": [8]}, {"writes": [9]}]}], Cause.MISSING_FENCE),
+    ],
+)
+def test_a_fence_of_another_stream_that_is_used_later(behind: list[Step], cause: Cause) -> None:
+    """It was meant for what runs behind it, and the racing copy has none."""
+    (finding,) = findings([FORWARD, FENCED, transfer(False, "h2d", "l"), *behind])
+    assert (finding.cause, finding.wrong_waiter) == (cause, "x" if cause is Cause.WRONG_STREAM else None)
+    before = [FORWARD, {**REPLAY, "stream": "x", "nodes": [{"writes": [9]}]}, FENCED, transfer(False, "h2d", "l")]
+    assert [finding.cause for finding in findings(before)] == [Cause.WRONG_STREAM]
