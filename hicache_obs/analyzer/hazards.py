@@ -5,11 +5,12 @@ A hazard of two roles on device pages is a row of ``_DEVICE_HAZARDS``; the rest 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from hicache_obs.analyzer.shadow import Operation, Overlap, Shadow
 from hicache_obs.findings import Hazard
-from hicache_obs.records import Direction, IoKind, Kernel, Memcpy, Mode, Space
+from hicache_obs.records import Access, Direction, IoKind, Kernel, Memcpy, Mode, Space
 
 IO_ROLE: Final = {
     IoKind.STORAGE_READ: "storage",
@@ -30,12 +31,11 @@ _DEVICE_HAZARDS: Final = {
     ("backup", Mode.READ, "forward", Mode.WRITE): Hazard.WAR_BACKUP_FORWARD,
 }
 
-_PAGES: Final = {(space, mode) for space in (Space.DEVICE, Space.HOST) for mode in Mode}
 _COPYING: Final = {
     "restore": {(Space.HOST, Mode.READ), (Space.DEVICE, Mode.WRITE)},
     "backup": {(Space.DEVICE, Mode.READ), (Space.HOST, Mode.WRITE)},
 }
-"""All that a kernel does to pages if it is a copy."""
+"""What a kernel does to pages if it is a copy, and nothing else."""
 _OWN_HAZARD: Final = {"graph": Hazard.GRAPH, "relocate": Hazard.RELOCATION}
 """Operations whose every conflict has one name."""
 
@@ -52,13 +52,17 @@ def role(record: Kernel | Memcpy) -> str:
     return "backup" if record.direction is Direction.DEVICE_TO_HOST else "copy"
 
 
+def copying(accesses: Iterable[Access]) -> str | None:
+    """The transfer that a kernel with these accesses makes, ``None`` if it does more or less than copy pages between
+    host and device."""
+    touched = {(access.space, access.mode) for access in accesses if access.space is not Space.BUFFER}
+    return next((transfer for transfer, ends in _COPYING.items() if touched == ends), None)
+
+
 def part(operation: Operation) -> str:
-    """``Label.what``, but a kernel that only copies between the pool of host pages and the device is the transfer."""
+    """``Label.what``, but a kernel that only copies is the transfer that it makes."""
     what = operation.label.what
-    if what != "forward":
-        return what
-    touched = {(access.space, access.mode) for access in operation.group.accesses}
-    return next((role for role, ends in _COPYING.items() if touched & _PAGES == ends), what)
+    return (copying(operation.group.accesses) or what) if what == "forward" else what
 
 
 def principal(overlaps: tuple[Overlap, ...]) -> Overlap:
