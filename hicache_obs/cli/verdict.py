@@ -148,7 +148,7 @@ def show_findings(report: Report) -> None:
     """Print all that a report found, without its summary."""
     for finding in report.keeper.findings[:SHOWN]:
         radius = None if finding.misuse else report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
-        click.echo("\n" + fit(explain(finding, radius, report.times), indent=FINDING_INDENT))
+        click.echo("\n" + fit(explain(finding, radius, report.times, report.trace.names), indent=FINDING_INDENT))
         acceptance = report.accepted.of(finding)
         if acceptance is not None:
             click.echo(fit(f"  accepted until {acceptance.expires}: {acceptance.reason}", indent=FINDING_INDENT))
