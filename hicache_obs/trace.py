@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hicache_obs.records import (
@@ -111,6 +111,7 @@ class Trace:
         planned_ns: Durations a scenario states. They were never measured; only a simulation may use them.
         planned_end_ns: Host clock at the end of its last call, likewise; ``None`` if it is not stated.
         notes: What a reader had to leave out, in words for the user. Empty when the source is whole.
+        ranks: Those of a scenario's steps, ascending; empty for a recording.
     """
 
     source: str
@@ -120,6 +121,7 @@ class Trace:
     planned_ns: Mapping[OpId, int] = field(default_factory=dict)
     planned_end_ns: int | None = None
     notes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[AnyRecord]:
         return iter(self.records)
@@ -140,10 +142,11 @@ def make_trace(
     planned_ns: Mapping[OpId, int] | None = None,
     planned_end_ns: int | None = None,
     notes: tuple[str, ...] = (),
+    ranks: Iterable[int] = (),
 ) -> Trace:
     """A ``Trace`` of ``records``, with the names they define."""
     names = Names()
     for record in records:
         if isinstance(record, Define):
             names.learn(record)
-    return Trace(source, records, names, labels or {}, planned_ns or {}, planned_end_ns, notes)
+    return Trace(source, records, names, labels or {}, planned_ns or {}, planned_end_ns, notes, tuple(sorted(ranks)))

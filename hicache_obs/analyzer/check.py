@@ -137,7 +137,9 @@ class Analyzer:
         self._foreign = Foreign()
         self._early = EarlyLaunches(self._order)
         self._causes = Causes(self._order, self._shadow, self._hazards, self._foreign)
-        self._verdicts = Verdicts(sink, self._names, self._shadow, self._measured, self._hazards, self._taint)
+        self._verdicts = Verdicts(
+            sink, self._names, self._shadow, self._measured, self._hazards, self._taint, self._causes
+        )
         self._live = self._verdicts.live
         self._ownership = Ownership(self._order, self._shadow, self._verdicts.misuse)
         self._meter = FenceMeter(sink, self._shadow, self._measured, self._hazards.between)
@@ -304,6 +306,7 @@ class Analyzer:
         label = Label("graph", record.site, record.stream, record.group, record.thread)
         if record.nodes:
             self._replay = _Replay(record, stream, label)
+            self._causes.note_replay(stream)
             return
         self._live[record.op] = self._enter(record, stream, label)
         self._graphs[record.graph] = self._order.note(stream, self._seq)
@@ -456,9 +459,9 @@ class Analyzer:
             proof = Proof.UNKNOWN
         later.unordered += (earlier.op,)
         self._taint.race(earlier, later, conflict.overlaps)
-        cause, stream = self._causes.of(conflict, later, actor, proof)
+        reason = self._causes.of(conflict, later, actor, proof)
         hazard = self._hazards.of(conflict.overlaps, earlier, later)
-        self._verdicts.expect(Pair(conflict, later, hazard, proof, cause, stream))
+        self._verdicts.expect(Pair(conflict, later, hazard, proof, reason))
 
     # -- order -----------------------------------------------------------------------------------------------
 
@@ -502,8 +505,7 @@ class Analyzer:
         """The calling thread knows the event's record to be complete."""
         order = self._order
         snapshot, thread = order.current(record.event), order.thread(record.thread)
-        if not polled:
-            self._causes.note_sync(thread, None, snapshot, self._seq)
+        self._causes.note_sync(thread, None, snapshot, self._seq)
         if self._foreign.events and self._foreign.waits(record.event, self._seq):
             order.suspect(thread)
         elif snapshot is not None:

@@ -11,7 +11,7 @@ losses. What a loss may hide is one rule for both: ``HARMLESS``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -108,14 +108,22 @@ class CollectiveOrder:
         """Places of all groups to which at least two ranks have come."""
         return sum(sorted(map(len, ranks.values()))[-2] for ranks in self._groups.values() if len(ranks) > 1)
 
-    def divergences(self, *, whole: bool = False) -> list[Divergence]:
+    def divergences(self, *, whole: bool = False, ranks: Collection[int] = ()) -> list[Divergence]:
         """At most one per group: what ranks enter later says nothing.
 
         Args:
             whole: The records are all of each rank's program: one that enters fewer collectives than its peers has
                 left the rest out. Otherwise it has not come so far.
+            ranks: All ranks of such a program. A collective is not for one rank alone: if only one enters a group, it
+                waits for those that enter nothing together with others.
         """
-        found = (_first(group, ranks, whole=whole and not self.cut) for group, ranks in self._groups.items())
+        whole = whole and not self.cut
+        groups = self._groups
+        if whole:
+            met = {rank for entered in groups.values() if len(entered) > 1 for rank in entered}
+            idle: dict[int, list[Entered]] = {rank: [] for rank in ranks if rank not in met}
+            groups = {name: idle | entered if len(entered) == 1 else entered for name, entered in groups.items()}
+        found = (_first(group, entered, whole=whole) for group, entered in groups.items())
         return [divergence for divergence in found if divergence is not None]
 
 

@@ -1,4 +1,4 @@
-"""A finding in words that a newcomer understands. Rendered from the data of ``Finding`` only."""
+"""A finding in words that a newcomer understands. Rendered from the data of ``Finding`` and a trace's names only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sized
 from typing import Final
 
 from hicache_obs.analyzer.remedy import RemedyKind, Timeline, public_report, remedies
-from hicache_obs.findings import AccessInfo, BlastRadius, Cause, Finding, Hazard, Timing, Verdict
+from hicache_obs.findings import AccessInfo, BlastRadius, Cause, Finding, Hazard, Shared, Timing, Verdict
+from hicache_obs.trace import Names
 
 _STORY: Final = {
     Hazard.WAW_FORWARD_RESTORE: (
@@ -44,13 +45,20 @@ _REMEDY: Final = {
 _VERB: Final = {"read": "reads", "write": "writes"}
 
 
-def explain(finding: Finding, radius: BlastRadius | None = None, times: Timeline | None = None) -> str:
+def explain(
+    finding: Finding,
+    radius: BlastRadius | None = None,
+    times: Timeline | None = None,
+    names: Names | None = None,
+) -> str:
     """Several lines: what happened, what ran where, why nothing orders it, what it spoiled, and how to fix it.
 
-    With ``times`` also what each fix would have cost, and a public report of the same kind if one is known.
+    With ``times`` also what each fix would have cost, and a public report of the same kind if one is known. Buffers and
+    pools have their ``names``, or numbers.
     """
+    names = Names() if names is None else names
     if finding.misuse:
-        return _misuse(finding)
+        return _misuse(finding, names)
     title = f"{finding.fingerprint}  {finding.verdict.value.upper()}  {finding.hazard.value}"
     if finding.secondary:
         title += "  (secondary: one of these pages had raced before)"
@@ -60,7 +68,7 @@ def explain(finding: Finding, radius: BlastRadius | None = None, times: Timeline
         "",
         _STORY.get(finding.hazard, _DEFAULT_STORY),
         "",
-        f"  {_what(finding)} {_ids(finding.pages)}{_layers(finding.layers)}",
+        f"  {_what(finding, names)}{_layers(finding.layers)}",
         f"  earlier  {_access(finding.earlier, zero)}",
         f"  later    {_access(finding.later, zero)}",
         f"  measured {_measured(finding)}",
@@ -72,7 +80,7 @@ def explain(finding: Finding, radius: BlastRadius | None = None, times: Timeline
     return "\n".join(lines)
 
 
-def _misuse(finding: Finding) -> str:
+def _misuse(finding: Finding, names: Names) -> str:
     """The text of a finding about who owns the pages."""
     call, use, away = finding.earlier, finding.later, finding.cause is Cause.USED_AFTER_FREE
     if away:
@@ -85,7 +93,7 @@ def _misuse(finding: Finding) -> str:
             "",
             story,
             "",
-            f"  {_what(finding)} {_ids(finding.pages)}",
+            f"  {_what(finding, names)}",
             f"  given {'away' if away else 'out '} by host thread {call.thread}, op {call.op}",
             f"  then     {_access(use, 0)}",
             f"  proof    op {use.op} was issued after op {call.op}, whatever the device does",
@@ -134,12 +142,12 @@ def _proof(finding: Finding) -> str:
     elif finding.cause is Cause.THREAD_RACE:
         text += f"; the thread that issued op {edge.before} was not told that op {edge.after} was over"
     elif finding.cause is Cause.EARLY_EVENT:
-        text += f"; '{edge.waiter}' does wait for '{edge.on}', on an event recorded before op {edge.after} was queued"
+        text += f"; there is a wait for '{edge.on}', on an event recorded too early to cover op {edge.after}"
     elif finding.cause is Cause.EVENT_REUSE:
-        text += f"; '{edge.waiter}' does wait, on an event that was recorded after op {edge.after} and then recorded "
-        text += "again elsewhere before the wait, which takes the newest record"
+        text += f"; there is a wait, on an event that was recorded after op {edge.after} and then recorded again "
+        text += "elsewhere before the wait, which takes the newest record"
     elif finding.cause is Cause.EVENT_UNRECORDED:
-        text += f"; '{edge.waiter}' waits on an event that had never been recorded, which orders nothing"
+        text += "; there is a wait, on an event that had never been recorded, which orders nothing"
     elif finding.cause is Cause.RECORDS_LOST:
         text = "records were lost between the two, so an edge may be missing from the trace"
     elif finding.cause is Cause.SHARED_EVENT:
@@ -219,9 +227,21 @@ def fix(finding: Finding) -> str:
     return f"before op {edge.before} is issued: {wait}, or wait for an event recorded after op {edge.after}"
 
 
-def _what(finding: Finding) -> str:
-    noun = "buffer" if finding.space == "buffer" else f"{finding.space} page"
-    return noun if len(finding.pages) == 1 else noun + "s"
+def _what(finding: Finding, names: Names) -> str:
+    """``device page 5 of pool 'draft', and buffer 'indices'``."""
+    main = Shared(finding.space, finding.pool, finding.pages)
+    return ", and ".join(_shared(shared, names) for shared in (main, *finding.also))
+
+
+def _shared(shared: Shared, names: Names) -> str:
+    noun, plural = "buffer" if shared.space == "buffer" else f"{shared.space} page", "s" * (len(shared.pages) != 1)
+    if shared.space == "buffer":
+        named = [f"'{names.buffers[number]}'" for number in shared.pages[:8] if number in names.buffers]
+        complete = len(named) == len(shared.pages)
+        return f"{noun}{plural} {', '.join(named) if complete else _ids(shared.pages)}"
+    pools = names.host_pools if shared.space == "host" else names.pools
+    pool = f" of pool '{pools.get(shared.pool, str(shared.pool))}'" if shared.pool else ""
+    return f"{noun}{plural} {_ids(shared.pages)}{pool}"
 
 
 def _ids(ids: tuple[int, ...]) -> str:

@@ -5,11 +5,12 @@ A hazard of two roles on device pages is a row of ``_DEVICE_HAZARDS``; the rest 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from hicache_obs.analyzer.shadow import Operation, Overlap, Shadow
 from hicache_obs.findings import Hazard
-from hicache_obs.records import Direction, IoKind, Kernel, Memcpy, Mode, Space
+from hicache_obs.records import Access, Direction, IoKind, Kernel, Memcpy, Mode, Space
 
 IO_ROLE: Final = {
     IoKind.STORAGE_READ: "storage",
@@ -30,6 +31,11 @@ _DEVICE_HAZARDS: Final = {
     ("backup", Mode.READ, "forward", Mode.WRITE): Hazard.WAR_BACKUP_FORWARD,
 }
 
+_COPYING: Final = {
+    "restore": {(Space.HOST, Mode.READ), (Space.DEVICE, Mode.WRITE)},
+    "backup": {(Space.DEVICE, Mode.READ), (Space.HOST, Mode.WRITE)},
+}
+"""What a kernel does to pages if it is a copy, and nothing else."""
 _OWN_HAZARD: Final = {"graph": Hazard.GRAPH, "relocate": Hazard.RELOCATION}
 """Operations whose every conflict has one name."""
 
@@ -46,6 +52,19 @@ def role(record: Kernel | Memcpy) -> str:
     return "backup" if record.direction is Direction.DEVICE_TO_HOST else "copy"
 
 
+def copying(accesses: Iterable[Access]) -> str | None:
+    """The transfer that a kernel with these accesses makes, ``None`` if it does more or less than copy pages between
+    host and device."""
+    touched = {(access.space, access.mode) for access in accesses if access.space is not Space.BUFFER}
+    return next((transfer for transfer, ends in _COPYING.items() if touched == ends), None)
+
+
+def part(operation: Operation) -> str:
+    """``Label.what``, but a kernel that only copies is the transfer that it makes."""
+    what = operation.label.what
+    return (copying(operation.group.accesses) or what) if what == "forward" else what
+
+
 def principal(overlaps: tuple[Overlap, ...]) -> Overlap:
     """The overlap that names a conflict."""
     return max(overlaps, key=_severity)
@@ -60,7 +79,7 @@ class Hazards:
     def of(self, overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation) -> Hazard:
         """Name of the conflict, by what the two operations are and what they share."""
         main = principal(overlaps)
-        kinds = (earlier.label.what, later.label.what)
+        kinds = (part(earlier), part(later))
         if self.moved(overlaps, earlier, later):
             return Hazard.RELOCATION
         if "graph" in kinds:
@@ -72,9 +91,11 @@ class Hazards:
         if main.space is Space.BUFFER:
             if self._shadow.freed_since(main, earlier.seq):
                 return Hazard.LIFETIME
-            return Hazard.HOST_REUSE if "host" in kinds and "restore" in kinds else Hazard.METADATA_WAR
+            pinned = "host" in kinds and ("restore" in kinds or "backup" in kinds)
+            return Hazard.HOST_REUSE if pinned else Hazard.METADATA_WAR
         first, second = (_PAGE_ROLE.get(kind, kind) for kind in kinds)
-        return _DEVICE_HAZARDS.get((first, main.earlier, second, main.later), Hazard.OTHER)
+        otherwise = Hazard.STORAGE_PREFETCH if "storage" in kinds else Hazard.OTHER
+        return _DEVICE_HAZARDS.get((first, main.earlier, second, main.later), otherwise)
 
     def between(self, earlier: Operation, later: Operation) -> Hazard | None:
         """Hazard a fence between the two prevents, ``None`` if they share no device page."""
@@ -86,6 +107,16 @@ class Hazards:
         """Whether a relocation is one of the two, or moved a shared page away in between."""
         kinds = (earlier.label.what, later.label.what)
         return "relocate" in kinds or any(self._shadow.moved_since(o, earlier.seq) for o in overlaps)
+
+    def stale(self, overlaps: tuple[Overlap, ...], earlier: Operation, later: Operation) -> bool:
+        """Whether a shared page was moved away: an address that one of the two no longer may use. Not so where a
+        relocation puts a page."""
+        if any(self._shadow.moved_since(overlap, earlier.seq) for overlap in overlaps):
+            return True
+        first, second = (operation.label.what == "relocate" for operation in (earlier, later))
+        return any(
+            (first and overlap.earlier is Mode.READ) or (second and overlap.later is Mode.READ) for overlap in overlaps
+        )
 
 
 def _severity(overlap: Overlap) -> tuple[bool, bool, bool]:

@@ -161,6 +161,11 @@ class Order:
         """Actor of one entry of a graph. Replays of a graph follow each other, so the entry's runs are in order."""
         return self._other("graph", graph, index)
 
+    def same_graph(self, one: Actor, other: Actor) -> bool:
+        """Whether both are entries of one graph. Looks through all of them; for explanations only."""
+        graphs = [key[1] for key, actor in self._others.items() if key[0] == "graph" and actor in (one, other)]
+        return len(graphs) == 2 and graphs[0] == graphs[1]
+
     def io(self, slot: int) -> Actor:
         """Actor of a transfer in no stream; the caller gives out slots so that users of one are in order."""
         return self._other("io", slot, 0)

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
+from hicache_obs.analyzer.hazards import copying
 from hicache_obs.analyzer.plan import DeviceRecord
 from hicache_obs.records import ALL_LAYERS, AnyRecord, Kernel, Memcpy, Mode, Space, StreamId
 
 Copy = Memcpy | Kernel
-_MOVES: Final = (
-    {(Space.HOST, Mode.READ), (Space.DEVICE, Mode.WRITE)},
-    {(Space.DEVICE, Mode.READ), (Space.HOST, Mode.WRITE)},
-)
-"""What a kernel that copies does to pages."""
 Cell = tuple[Space, int, int]
 """A page or buffer: space, pool, id."""
 
@@ -77,10 +72,8 @@ def find_pipelines(records: Iterable[AnyRecord]) -> list[Pipeline]:
 
 def _brought(record: Copy) -> frozenset[Cell]:
     """What a copy writes; nothing if ``record`` is none."""
-    if isinstance(record, Kernel):
-        kinds = {(access.space, access.mode) for access in record.accesses if access.space is not Space.BUFFER}
-        if kinds not in _MOVES:
-            return frozenset()
+    if isinstance(record, Kernel) and copying(record.accesses) is None:
+        return frozenset()
     return frozenset(_touched(record, Mode.WRITE))
 
 

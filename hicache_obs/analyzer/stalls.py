@@ -153,10 +153,12 @@ class StallReport:
     Attributes:
         stalls: In trace order.
         note: What was not searched and why, in words for the user; empty if nothing was left out.
+        compared: Collectives to which at least two ranks came, and which were compared.
     """
 
     stalls: tuple[Stall, ...]
     note: str = ""
+    compared: int = 0
 
     @property
     def skipped(self) -> bool:
@@ -170,14 +172,16 @@ def find_stalls(trace: Trace) -> StallReport:
     Rank divergence is always looked for. The rest needs stated durations, a complete trace and one of at most
     ``MAX_RECORDS`` records; the report's note says which is missing.
     """
-    stalls = _divergences(trace)
+    order = CollectiveOrder()
+    order.feed(trace, Names())
+    stalls = _divergences(trace, order)
     note = _obstacle(trace)
     if not note:
         search = _Search(trace)
         stalls += search.needless_waits()
         stalls += search.serial_copies()
         note = search.note
-    return StallReport(tuple(sorted(stalls, key=lambda stall: stall.at)), note)
+    return StallReport(tuple(sorted(stalls, key=lambda stall: stall.at)), note, order.compared)
 
 
 def _obstacle(trace: Trace) -> str:
@@ -193,10 +197,8 @@ def _obstacle(trace: Trace) -> str:
 # -- ranks -----------------------------------------------------------------------------------------------------
 
 
-def _divergences(trace: Trace) -> list[Stall]:
+def _divergences(trace: Trace, order: CollectiveOrder) -> list[Stall]:
     """Per group, the first place where its ranks enter different collectives; a scenario is a whole program."""
-    order = CollectiveOrder()
-    order.feed(trace, Names())
     return [
         Stall(
             StallClass.TP_DIVERGENCE,
@@ -206,7 +208,7 @@ def _divergences(trace: Trace) -> list[Stall]:
             None,
             ranks=divergence.ranks,
         )
-        for divergence in order.divergences(whole=bool(trace.planned_ns))
+        for divergence in order.divergences(whole=bool(trace.planned_ns), ranks=trace.ranks)
     ]
 
 

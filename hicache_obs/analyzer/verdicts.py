@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from hicache_obs.analyzer.causes import Causes, Reason
 from hicache_obs.analyzer.hazards import Hazards, principal
 from hicache_obs.analyzer.measured import Measured
 from hicache_obs.analyzer.ownership import Misuse
@@ -29,7 +30,7 @@ from hicache_obs.findings import (
     fingerprint,
     judge,
 )
-from hicache_obs.records import ALL_LAYERS, Access, Mode, OpId, Space, StreamId, Times
+from hicache_obs.records import ALL_LAYERS, Access, Mode, OpId, Space, Times
 from hicache_obs.trace import Names
 
 MAX_PENDING: Final = 65536
@@ -44,23 +45,29 @@ class Pair:
     Attributes:
         conflict: The earlier operation and what both touch.
         later: The later operation.
-        hazard, proof, cause: As in ``Finding``; named when the pair was met, for its pages may be freed later.
-        wrong_stream: For ``Cause.WRONG_STREAM``: the stream that waits, or was waited for, instead.
+        hazard, proof: As in ``Finding``; named when the pair was met, for its pages may be freed later.
+        reason: Of the cause, likewise.
     """
 
     conflict: Conflict
     later: Operation
     hazard: Hazard
     proof: Proof
-    cause: Cause
-    wrong_stream: StreamId | None = None
+    reason: Reason
 
 
 class Verdicts:
     """Judges pairs once their times are known, and reports them. Fed by the analyzer in trace order."""
 
     def __init__(
-        self, sink: AnalysisSink, names: Names, shadow: Shadow, measured: Measured, hazards: Hazards, taint: Taint
+        self,
+        sink: AnalysisSink,
+        names: Names,
+        shadow: Shadow,
+        measured: Measured,
+        hazards: Hazards,
+        taint: Taint,
+        causes: Causes,
     ) -> None:
         self._sink = sink
         self._names = names
@@ -68,6 +75,7 @@ class Verdicts:
         self._measured = measured
         self._hazards = hazards
         self._taint = taint
+        self._causes = causes
         self.live: dict[OpId, Operation | tuple[Operation, ...]] = {}
         """Operations whose device times may come; the analyzer adds to it."""
         self._pending: dict[OpId, list[Pair]] = {}
@@ -141,7 +149,7 @@ class Verdicts:
         for conflict in sorted(broken, key=_earlier_seq):
             self._taint.race(conflict.earlier, later, conflict.overlaps)
             hazard = self._hazards.of(conflict.overlaps, conflict.earlier, later)
-            self._report(Pair(conflict, later, hazard, Proof.ORDERED, Cause.CLOCK_OR_FENCE), Timing.BROKEN)
+            self._report(Pair(conflict, later, hazard, Proof.ORDERED, Reason(Cause.CLOCK_OR_FENCE)), Timing.BROKEN)
 
     def _report(self, pair: Pair, timing: Timing) -> None:
         earlier, later, overlaps = pair.conflict.earlier, pair.later, pair.conflict.overlaps
@@ -153,6 +161,7 @@ class Verdicts:
         self._raced |= cells
         first, second = self._access(earlier, main.earlier), self._access(later, main.later)
         on, waiter = self._actor_name(earlier), self._actor_name(later)
+        reason = self._causes.settled(pair.reason)
         name = fingerprint(pair.hazard, first.site, second.site, on, waiter, self._names.engine)
         self._taint.name(name, (earlier.op, later.op))
         self._sink.on_finding(
@@ -161,7 +170,7 @@ class Verdicts:
                 verdict=judge(pair.proof, timing),
                 proof=pair.proof,
                 timing=timing,
-                cause=pair.cause,
+                cause=reason.cause,
                 earlier=first,
                 later=second,
                 space=main.space.name.lower(),
@@ -172,7 +181,7 @@ class Verdicts:
                     min(earlier.layers[1], later.layers[1]),
                 ),
                 missing_edge=Edge(on, earlier.op, waiter, later.op),
-                wrong_waiter=None if pair.wrong_stream is None else self._names.stream(pair.wrong_stream),
+                wrong_waiter=None if reason.stream is None else self._names.stream(reason.stream),
                 coarse="forward" in (first.what, second.what) or earlier.within or later.within,
                 fingerprint=name,
                 secondary=secondary,

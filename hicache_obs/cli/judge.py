@@ -280,7 +280,7 @@ def _trace_sentence(report: Report, seen: str) -> str:
         if not unknown:
             return f"NOT DECIDABLE: another process may touch the same memory; {seen}"
         return f"NOT DECIDABLE: the order of {unknown:,} operation pair{'s' * (unknown != 1)} is unknown; {seen}"
-    if not report.pairs_checked:
+    if report.code is ExitCode.NOTHING_CHECKED:
         return f"NOTHING CHECKED: no two operations touch the same pages; {seen}"
     if expected:
         pairs = f"{expected:,} operation pair{_are(expected)} in no proven order, which is accepted for now"

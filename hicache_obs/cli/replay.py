@@ -44,7 +44,7 @@ def command(file: Path, between: tuple[str, str] | None, rank: int | None) -> in
     sides = {found.earlier.step, found.later.step}
     for finding in findings:
         if {finding.earlier.op, finding.later.op} == sides:
-            click.echo(fit(explain(finding), indent=FINDING_INDENT) + "\n")
+            click.echo(fit(explain(finding, names=trace.names), indent=FINDING_INDENT) + "\n")
             break
     click.echo(table(found, trace.label) + "\n")
     return int(_run(trace, found))

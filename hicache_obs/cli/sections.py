@@ -117,7 +117,7 @@ def _worst_first(findings: Sequence[Finding], example: Finding, most: int) -> li
 def _card(report: Report, defect: Defect, findings: Sequence[Finding], times: Timeline, replay: str) -> Card:
     trace, finding = report.trace, defect.example
     radius = None if finding.misuse else report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
-    text = explain(finding, radius, times).partition("\n")[2]
+    text = explain(finding, radius, times, trace.names).partition("\n")[2]
     story, facts = _explained(text)
     if finding.secondary:
         story.append("One of these pages had raced before.")

@@ -18,7 +18,7 @@ from hicache_obs.cli.layout import FINDING_INDENT, fit
 from hicache_obs.costs import FenceCost
 from hicache_obs.errors import naming
 from hicache_obs.exporters.accepted import Accepted
-from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict
+from hicache_obs.findings import BlastRadius, ExitCode, Finding, Hazard, Shared, Verdict, worst
 from hicache_obs.records import OpId
 from hicache_obs.trace import Trace
 
@@ -122,14 +122,18 @@ def analyse(
     times = timeline(trace) if keeper.findings else Timeline()
     code = keeper.exit_code(lookups, analyzer.totals.shared, accepts=accepted.covers)
     report = Report(trace, analyzer, keeper, lookups, stalls, times, code, accepted)
-    if report.code is ExitCode.NOTHING_CHECKED and stalls.stalls and not report.undecided:
-        return replace(report, code=ExitCode.CLEAN)  # collectives were compared: that is a check
+    if any(stall.ranks for stall in stalls.stalls):
+        return replace(report, code=worst([code, ExitCode.FINDINGS]))  # to stand still for ever is wrong, not slow
+    if code is ExitCode.NOTHING_CHECKED and (stalls.stalls or stalls.compared) and not report.undecided:
+        return replace(report, code=ExitCode.CLEAN)  # waits were judged, or ranks compared: that is a check
     return report
 
 
 def show(report: Report) -> None:
     """Print a report: one line, then what was found."""
     summary = f"{report.trace.source}: {report.outcome}, {report.pairs_checked} page pairs checked"
+    if report.stalls.compared:
+        summary += f", {report.stalls.compared} collectives compared"
     if report.expected:
         summary += f", {report.expected} accepted"
     click.echo(fit(summary, indent=FINDING_INDENT))
@@ -144,7 +148,7 @@ def show_findings(report: Report) -> None:
     """Print all that a report found, without its summary."""
     for finding in report.keeper.findings[:SHOWN]:
         radius = None if finding.misuse else report.analyzer.blast_radius((finding.earlier.op, finding.later.op))
-        click.echo("\n" + fit(explain(finding, radius, report.times), indent=FINDING_INDENT))
+        click.echo("\n" + fit(explain(finding, radius, report.times, report.trace.names), indent=FINDING_INDENT))
         acceptance = report.accepted.of(finding)
         if acceptance is not None:
             click.echo(fit(f"  accepted until {acceptance.expires}: {acceptance.reason}", indent=FINDING_INDENT))

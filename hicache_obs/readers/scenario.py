@@ -133,7 +133,8 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
     try:
         file = msgspec.json.decode(data, type=ScenarioFile)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise TraceError(f"{source}: {explain(error, ScenarioFile)}") from None
+        fields = msgspec.json.decode(data) if isinstance(error, msgspec.ValidationError) else None
+        raise TraceError(f"{source}: {explain(error, ScenarioFile, fields)}") from None
     program = _Program(file)
     for position, raw in enumerate(file.steps, 1):
         step_id = f"number {position}"
@@ -153,6 +154,7 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
         labels=program.labels,
         planned_ns=program.planned_ns,
         planned_end_ns=program.host_ns,
+        ranks=program.ranks,
     )
 
 
@@ -169,6 +171,7 @@ class _Program:
         self._seen: dict[str, int] = {}
         """Position of each step, by its id."""
         self.host_ns = 0
+        self.ranks: set[int] = set()
         self._posts: Counter[str] = Counter()
         """Posts without a receive yet, by channel."""
         self._transfers: dict[str, str | None] = {}
@@ -199,8 +202,10 @@ class _Program:
     def add(self, step: Step) -> None:
         """Append the records of one step."""
         if step.id in self._seen:
-            raise BadStep(f"id {step.id!r} is taken by step number {self._seen[step.id]}; ids must be unique")
+            taken = f"id {step.id!r} is taken by step number {self._seen[step.id]}"
+            raise BadStep(f"{taken}; ids must be unique, here step number {len(self._seen) + 1}")
         self._seen[step.id] = len(self._seen) + 1
+        self.ranks.add(step.rank)
         self._layers_of(step)  # a layer that does not exist is a mistake whatever the operation
         op = self._next_op()
         self._append(_MAKERS[step.op](self, op, step), step, step.dur_us)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Final, Literal
 
@@ -14,6 +15,8 @@ from msgspec import Meta, Struct
 from hicache_obs.records import MAX_IDS, MAX_NODES
 
 DEFAULT_THREAD: Final = "main"
+SHOWN: Final = 60
+"""Characters of a wrong value that a message repeats."""
 
 HostPage = Annotated[int, Meta(ge=0, lt=MAX_IDS)]
 DevicePage = HostPage | Annotated[str, Meta(pattern=r"^[^:]+:[0-9]{1,9}$")]
@@ -270,11 +273,15 @@ def check_step(fields: object) -> Step:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise BadStep(explain(error, kind)) from None
+        raise BadStep(explain(error, kind, fields)) from None
 
 
-def explain(error: Exception, kind: type[Struct]) -> str:
-    """msgspec's message in the words of the format, with what was allowed."""
+def explain(error: Exception, kind: type[Struct], fields: object = None) -> str:
+    """msgspec's message in the words of the format, with what was allowed and what there is instead.
+
+    Args:
+        fields: The object that ``kind`` does not fit; without it the value is named only where msgspec names it.
+    """
     text = str(error)
     if not isinstance(error, msgspec.ValidationError):
         return f"not JSON that can be read: {text}"
@@ -287,9 +294,24 @@ def explain(error: Exception, kind: type[Struct]) -> str:
         text += f"; must be one of {_CHOICES[kind]}"
     text = text.replace("Invalid enum value", "is").replace("Object missing required field", "needs key")
     text = re.sub(r"Expected `str` matching regex.*", "must be a number or 'pool:number'", text)
+    if at and re.search(r"Expected|must be a number", text):
+        text += _found(fields, at[1])
     if "unknown field" in text:
         text = text.replace("Object contains unknown field", "unknown key")
         within = (kind for key, kind in _WITHIN.items() if at and at[1].startswith(key))
         kind = next(within, kind)
         text += f"; known are {', '.join(kind.__struct_fields__)}"
     return text.replace("`", "'")
+
+
+def _found(fields: object, path: str) -> str:
+    """What is at ``path`` (``nodes[0].after[1]``) of ``fields``, as the end of a message; empty if it has no name."""
+    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        if isinstance(fields, dict) and key in fields:
+            fields = fields[key]
+        elif isinstance(fields, list) and index and int(index) < len(fields):
+            fields = fields[int(index)]
+        else:
+            return ""
+    shown = json.dumps(fields)
+    return f"; is {shown if len(shown) <= SHOWN else shown[:SHOWN] + '...'}"

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import pytest
+
 from hicache_obs.analyzer import Analyzer, explain
+from hicache_obs.readers.scenario import parse_scenario
 from hicache_obs.records import OpId, ThreadId, Times
 from hicache_obs.testing import History, RecordingSink
 
@@ -47,7 +53,7 @@ def test_why_the_waits_that_exist_do_not_help() -> None:
     wrong = text_of("F:w5 X<<F L:w5")
     assert "a fence that covers op 0 was put on 'X', but op 2 ran on 'L'" in wrong
     assert "put the fence on 'L', the stream that runs op 2" in wrong
-    assert "on an event recorded before op 1 was queued" in text_of("e=F F:w5 L<e L:w5")
+    assert "a wait for 'F', on an event recorded too early to cover op 1" in text_of("e=F F:w5 L<e L:w5")
     assert "an event that had never been recorded" in text_of("F:w5 L<e L:w5")
     assert "recorded again elsewhere before the wait" in text_of("F:w5 e=F e=S L<e L:w5")
     assert "records were lost between the two" in text_of("F:w5 ~3 L:w5")
@@ -64,3 +70,25 @@ def test_a_contradiction_blames_no_fence_blindly() -> None:
 def test_names_from_the_trace_appear_as_they_are() -> None:
     """Host pages are named as such."""
     assert "host page 3" in text_of("B:r7W3 L:R3w9")
+
+
+@pytest.mark.parametrize(
+    ("keys", "named", "numbered"),
+    [
+        ({"writes": ["draft:5", "draft:6"]}, "device pages 5-6 of pool 'draft'", "device pages 5-6 of pool '1'"),
+        ({"writes": [5]}, "device page 5", "device page 5"),
+        ({"writes_buf": ["table", "meta"]}, "buffers 'table', 'meta'", "buffers 0-1"),
+        ({"writes": [5], "writes_host": [3]}, "device page 5, and host page 3", "device page 5, and host page 3"),
+    ],
+)
+def test_what_both_touch_is_named(keys: dict[str, Any], named: str, numbered: str) -> None:
+    """Page 5 of another pool is another page; all that the two share is told."""
+    steps = [{"id": stream, "op": "kernel", "stream": stream, **keys} for stream in ("a", "b")]
+    trace = parse_scenario(json.dumps({"steps": steps}).encode(), source="x.json")
+    sink = RecordingSink()
+    analyzer = Analyzer(sink)
+    analyzer.feed(trace)
+    analyzer.finish()
+    (finding,) = sink.findings
+    assert f"\n  {named}\n" in explain(finding, names=trace.names)
+    assert f"\n  {numbered}\n" in explain(finding)

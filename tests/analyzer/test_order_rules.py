@@ -111,6 +111,11 @@ def test_hazard(text: str, hazard: Hazard) -> None:
     [
         ("F:w5 L:w5", Cause.MISSING_FENCE),
         ("F:w5 X<<F L:w5", Cause.WRONG_STREAM),
+        ("F:w5 X<<F L:w5 e=X", Cause.WRONG_STREAM),
+        ("F:w5 X<<F L:w5 X:w9", Cause.MISSING_FENCE),  # what the fence was meant for
+        ("e=F F:w5 L<e X<<F L:w5", Cause.WRONG_STREAM),
+        ("e=F F:w5 L<e X<<F L:w5 X:w9", Cause.EARLY_EVENT),
+        ("F:w5 e=F e=S L<e X<<F L:w5 X:w9", Cause.EVENT_REUSE),
         ("e=F F:w5 L<e L:w5", Cause.EARLY_EVENT),
         ("F:w5 L<e L:w5", Cause.EVENT_UNRECORDED),
         ("F:w5 e=F e=S L<e L:w5", Cause.EVENT_REUSE),

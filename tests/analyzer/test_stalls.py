@@ -509,6 +509,25 @@ def test_a_rank_that_ends_while_its_peers_go_on() -> None:
     assert find_stalls(make_trace("t", list(trace))).stalls == ()  # a recording: it may have been cut off
 
 
+@pytest.mark.parametrize(
+    ("others", "ranks"),
+    [
+        ([], None),  # one rank
+        ([kernel("g", 500, writes=[2], rank=1, thread="r1")], [0, 1]),
+        ([{**collective("b", 1), "group": "pp"}], [0, 1]),  # and the other way round
+        ([{**collective("b", rank), "group": "pp"} for rank in (1, 2)], None),  # nobody can tell whose peer rank 0 is
+        ([kernel("g", rank=3), *({**collective("b", rank), "group": "pp"} for rank in (1, 2))], [0, 3]),
+        ([kernel("g", rank=1), collective("a", 1)], None),
+    ],
+)
+def test_a_collective_that_only_one_rank_enters(others: list[Step], ranks: list[int] | None) -> None:
+    """It waits for those that enter none together with others."""
+    for steps in ([collective("a", 0), *others], [*others, collective("a", 0)]):
+        at = steps.index(collective("a", 0)) + 1
+        of_group = [stall for stall in stalls(steps) if stall["at"] == f"s{at}"]
+        assert [(stall["class"], stall["ranks"]) for stall in of_group] == ([("tp_divergence", ranks)] if ranks else [])
+
+
 def test_a_wait_behind_a_divergence_is_the_divergence() -> None:
     """It never ends, needed or not; the twin whose ranks agree does, and is not needed."""
     work = [kernel("f", 500, writes=[1], thread="r0"), fence("b", "f"), kernel("b", writes=[2])]

@@ -226,3 +226,20 @@ def test_a_folder_that_cannot_be_listed_is_named(
     assert main([*command, "journals"]) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "hicache-obs: journals/closed: Permission denied\n")
+
+
+@pytest.mark.parametrize(("dur_us", "code", "outcome"), [(900, 0, "clean"), (9, 3, "nothing-checked")])
+def test_a_wait_that_was_judged_is_a_check(
+    dur_us: int, code: int, outcome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No two operations touch a page: all that could be said is that nothing needs the wait, if it is long enough."""
+    steps: list[dict[str, Any]] = [
+        {"id": "s1", "op": "kernel", "stream": "f", "writes": [1], "dur_us": dur_us},
+        {"id": "s2", "op": "host_sync", "scope": "device"},
+        {"id": "s3", "op": "kernel", "stream": "f", "writes": [2]},
+    ]
+    (tmp_path / "sync.json").write_text(json.dumps({"steps": steps}))
+
+    assert main(["check", str(tmp_path / "sync.json"), "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert (report["outcome"], len(report["stalls"])) == (outcome, code == 0)

@@ -52,11 +52,11 @@ def steps(*changed: dict[str, Any]) -> str:
         (steps({"id": "s2", "op": "event_wait", "event": "e"}), "step s2: needs key 'stream'"),
         (
             steps({"id": "s2", "op": "kernel", "stream": "a", "reads": [-1]}),
-            "step s2: key 'reads[[]0[]]': Expected 'int' >= 0",
+            "step s2: key 'reads[[]0[]]': Expected 'int' >= 0; is -1",
         ),
         (
             steps({"id": "s2", "op": "kernel", "stream": "a", "reads": [2**26]}),
-            "step s2: key 'reads[[]0[]]': Expected 'int' <= 67108863",
+            "step s2: key 'reads[[]0[]]': Expected 'int' <= 67108863; is *",
         ),
         (
             steps({"id": "s2", "op": "kernel", "stream": "a", "reads": ["kv2:67108864"]}),
@@ -66,10 +66,13 @@ def steps(*changed: dict[str, Any]) -> str:
         (steps({"id": "s2", "op": "io_end", "io": "x"}), "step s2: io 'x' has not begun; begun before: none"),
         (steps({"id": "s2"}), "step s2: needs key 'op', a string"),
         (steps({"op": "host_sync", "scope": "device"}), "step number 2: needs key 'id'"),
-        (steps({"id": 2, "op": "host_sync"}), "step number 2: key 'id': Expected 'str', got 'int'"),
+        (steps({"id": 2, "op": "host_sync"}), "step number 2: key 'id': Expected 'str', got 'int'; is 2"),
         (steps({"id": "s2", "op": "host_sync", "scope": "all"}), "step s2: key 'scope': *'all'*stream, device"),
         (steps({"id": "s2", "op": "kernel", "stream": "a", "colour": 1}), "step s2: unknown key 'colour'; known are *"),
-        (steps({"id": "s2", "op": "kernel", "stream": None}), "step s2: key 'stream': Expected 'str', got 'null'"),
+        (
+            steps({"id": "s2", "op": "kernel", "stream": None}),
+            "step s2: key 'stream': Expected 'str', got 'null'; *",
+        ),
         (
             steps({"id": "s2", "op": "kernel", "stream": "a", "dur_us": "1"}),
             "step s2: key 'dur_us': Expected 'float', *",
@@ -81,7 +84,7 @@ def steps(*changed: dict[str, Any]) -> str:
         (steps({"id": "s2", "op": "kernel", "stream": "a", "layer": 10**30}), "step s2: key 'layer': *"),
         (steps({"id": "s2", "op": "kernel", "stream": "a", "layer": 0.5}), "step s2: key 'layer': Expected 'int *"),
         ('{"steps": [5]}', "step number 1: is int; must be an object"),
-        ('{"steps": 5}', "key 'steps': Expected 'array', got 'int'"),
+        ('{"steps": 5}', "key 'steps': Expected 'array', got 'int'; is 5"),
         ('{"step": []}', "unknown key 'step'; known are steps, *"),
         ("{}", "needs key 'steps'"),
         ("{", "not JSON that can be read: *"),

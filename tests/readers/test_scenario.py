@@ -429,10 +429,15 @@ IO = {"op": "io_begin", "io": "a", "kind": "rdma_write"}
         ({"op": 3}, "needs key 'op', a string"),
         ({"op": "kernal"}, "op 'kernal' is unknown; known are kernel, memcpy, relocate, graph_replay, "),
         ({"op": "kernel"}, "needs key 'stream'"),
-        ({**KERNEL, "reads": 3}, "key 'reads': Expected 'array', got 'int'"),
-        ({**KERNEL, "reads": [1, -2]}, "key 'reads[1]': Expected 'int' >= 0"),
+        ({**KERNEL, "reads": 3}, "key 'reads': Expected 'array', got 'int'; is 3"),
+        (
+            {**KERNEL, "reads": {"a": "b" * 59}},
+            f"key 'reads': Expected 'array', got 'object'; is {{\"a\": \"{'b' * 53}...",
+        ),
+        ({**KERNEL, "reads": "b" * 58}, f"key 'reads': Expected 'array', got 'str'; is \"{'b' * 58}\""),
+        ({**KERNEL, "reads": [1, -2]}, "key 'reads[1]': Expected 'int' >= 0; is -2"),
         ({**KERNEL, "reads": [1.5]}, "key 'reads[0]': Expected 'int | str', got 'float'"),
-        ({**KERNEL, "writes": ["mamba"]}, "key 'writes[0]': must be a number or 'pool:number'"),
+        ({**KERNEL, "writes": ["mamba"]}, "key 'writes[0]': must be a number or 'pool:number'; is \"mamba\""),
         ({**KERNEL, "writes": [2**31]}, "key 'writes[0]': Expected 'int' <= 67108863"),
         ({**KERNEL, "read": [1]}, "unknown key 'read'; known are id, op, thread, rank, name, dur_us, host_us, layer, "),
         ({**KERNEL, "layer": -1}, "key 'layer': Expected 'int' >= 0"),
@@ -465,7 +470,7 @@ IO = {"op": "io_begin", "io": "a", "kind": "rdma_write"}
         ({**GRAPH, "nodes": [{}], "reads": [1]}, "states what it touches both itself and in 'nodes'; only one"),
         ({**GRAPH, "nodes": [{}], "layer": 1}, "states what it touches both itself and in 'nodes'; only one"),
         ({**GRAPH, "nodes": [{"writes": [-1]}]}, "key 'nodes[0].writes[0]': Expected 'int' >= 0"),
-        ({**GRAPH, "nodes": [{"after": [-1]}]}, "key 'nodes[0].after[0]': Expected 'int' >= 0"),
+        ({**GRAPH, "nodes": [{"after": [-1]}]}, "key 'nodes[0].after[0]': Expected 'int' >= 0; is -1"),
         ({**GRAPH, "nodes": [{"op": "kernel"}]}, "key 'nodes[0]': unknown key 'op'; known are name, after, event_"),
         ({**GRAPH, "nodes": [{"layer": 4}]}, "key 'nodes[0]': layer 4 of a scenario with 4 layers; must be below"),
         (
@@ -551,9 +556,9 @@ def test_steps_must_fit_those_before_them(steps, text):
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        ({"id": "s1", **KERNEL}, "step s1: id 's1' is taken by step number 1; ids must be unique"),
+        ({"id": "s1", **KERNEL}, "step s1: id 's1' is taken by step number 1; ids must be unique, here step number 2"),
         (KERNEL, "step number 2: needs key 'id'"),
-        ({"id": 5, **KERNEL}, "step number 2: key 'id': Expected 'str', got 'int'"),
+        ({"id": 5, **KERNEL}, "step number 2: key 'id': Expected 'str', got 'int'; is 5"),
     ],
 )
 def test_step_ids_must_be_there_and_unique(step, text):
@@ -582,7 +587,7 @@ def test_step_ids_must_be_there_and_unique(step, text):
             b'{"steps": [], "stream": {}}',
             "unknown key 'stream'; known are steps, streams, layers, shared, early, id, title, ",
         ),
-        (b'{"steps": [], "layers": 0}', "key 'layers': Expected 'int' >= 1"),
+        (b'{"steps": [], "layers": 0}', "key 'layers': Expected 'int' >= 1; is 0"),
         (
             b'{"steps": [], "streams": {"a": {"kind": "fast"}}}',
             "key 'streams[...].kind': is 'fast'; must be one of nonblocking, blocking, legacy",
