@@ -1,23 +1,25 @@
 """What the plugin costs the scheduler thread: absent, installed, observing; in many short turns of one run.
 
-    python bench.py [TURNS] [--before FOLDER]
+    python bench.py [STARTS] [--turns TURNS] [--before FOLDER]
 
 One process per mode drives SGLang's own classes on a CPU (``harness.Engine``). They measure in turns of some
 milliseconds, in an order drawn anew for each turn; who has no turn waits for a line of input. Measured are one event
 record, one decode round, one restore of 80 layers with the round that waits for each of them, and a loop shaped like a
 scheduler: a decode round, then host work that writes and reads messages; also of its rounds alone. Times are CPU time
 of the thread, of the loop also on a clock. Compared is the difference to the process without the plugin in the same
-turn: its median, with the 95 % confidence interval of that (``hicache_obs.testing.median``). ``installed`` hooks
-nothing: what its intervals miss 0 by is how far two equal processes differ, however often they measure. That was up to
-2.4 % for the host work alone where each process had its memory at other addresses. So ``setarch -R`` switches that off,
-where there is one, and all hash alike. That does not help work that depends much on where its next objects lie, as a
-loop does that makes one integer after the other: it was 7 to 11 % slower in a process with the plugin, and a loop that
-makes one long list 9 % in one where nothing was hooked. The host work here is of many kinds of objects.
+turn.
+
+How fast a process does one and the same work also depends on where its memory lies, which no number of turns evens out:
+two equal processes differed by up to 2 % in host work that calls nothing of ours, and one with the plugin was 7 to 11 %
+slower in a loop that makes one integer after the other, for whose next object the allocator finds room elsewhere. So
+all processes are started anew, with addresses and hashes drawn at random, as C. Curtsinger and E. Berger do for
+programs (*Stabilizer*, ASPLOS 2013). Stated is the median of the starts' medians and its 95 % confidence interval
+(``hicache_obs.testing.median``). ``installed`` hooks nothing: its intervals should hold 0.
 
 The node's agent is on the other core. In the loop's part it runs in the turns of ``observing`` alone, looks into the
 ring at the start of each, and is stopped outside of them. Goals: a decode round at most 5 us, a restore round of 80
-layers at most 50 us, the busy loop at most 0.5 %. ``--before`` also measures the package of another checkout, in the
-same turns.
+layers at most 50 us, the busy loop at most 0.5 % of the thread. ``--before`` also measures the package of another
+checkout, in the same turns.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -46,10 +47,14 @@ IN_LOOP = "decode round, in the loop"
 """Between two of them is the loop's host work, which is not counted."""
 CALLS = {"event record": 400, "decode round": 20, IN_LOOP: 20, "restore round": 4, BUSY: 20}
 """What is measured, and how many of it make a turn."""
+ROUNDS_PER_S = 100
+"""Of a busy server."""
 Turn = tuple[float, float]
 """Nanoseconds per call: CPU time, and on a clock."""
 Measured = dict[str, dict[str, list[Turn]]]
 """By what was measured, and by mode: one for each turn."""
+Row = tuple[float, float, float]
+"""Of one start: us per call, us more than absent, % more."""
 
 
 def serve() -> None:
@@ -131,7 +136,7 @@ def turn(call: Callable[[], object], count: int, between: Callable[[], object] |
 def start(mode: str, folder: str, before: str) -> subprocess.Popen[str]:
     """A process in ``mode``. The plugin starts the agent, which empties the ring."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HICACHE_OBS")}
-    variables |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "HICACHE_OBS_DIR": folder, "HICACHE_OBS_PORT": "0"}
+    variables |= {"OMP_NUM_THREADS": "1", "HICACHE_OBS_DIR": folder, "HICACHE_OBS_PORT": "0"}
     variables |= {"HICACHE_OBS_PROCESSES": "all", "HICACHE_OBS_RING_SLOTS": str(1 << 17)}
     if mode == "absent":
         variables["SGLANG_PLUGINS"] = "none"
@@ -142,9 +147,9 @@ def start(mode: str, folder: str, before: str) -> subprocess.Popen[str]:
         os.mkdir(folder, 0o700)
         variables |= {"HICACHE_OBS_DIR": folder, "PYTHONPATH": before, "HARNESS": os.path.join(before, "tests_sglang")}
     command = [sys.executable, "-W", "ignore", __file__, "--serve"]
-    if shutil.which("setarch"):
-        command = ["setarch", "-R", *command]
-    return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
 
 
 def ask(process: subprocess.Popen[str], name: str) -> Turn:
@@ -172,9 +177,11 @@ def agents(folders: dict[str, str], timeout_s: float) -> dict[str, int]:
         time.sleep(0.2)
 
 
-def measure(processes: dict[str, subprocess.Popen[str]], running: dict[str, int], turns: int) -> Measured:
+def measure(
+    processes: dict[str, subprocess.Popen[str]], running: dict[str, int], turns: int, draw: random.Random
+) -> Measured:
     """All turns of all processes."""
-    draw, order = random.Random(0), list(processes)
+    order = list(processes)
     measured: Measured = {}
     for name in CALLS:
         if name == BUSY:
@@ -194,7 +201,8 @@ def measure(processes: dict[str, subprocess.Popen[str]], running: dict[str, int]
     return measured
 
 
-def main(turns: int, before: str) -> None:
+def start_and_measure(turns: int, before: str, draw: random.Random) -> Measured:
+    """One start of all processes, and their turns."""
     # Where a server's rings are unless it is told otherwise: a file on a disk costs a fault for each page written to.
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True, dir=memory) as folder:
@@ -208,7 +216,7 @@ def main(turns: int, before: str) -> None:
                     ask(process, name)  # warm, and all of them started
             running = agents(folders, timeout_s=60)
             assert running.keys() == folders.keys(), f"agents run of {list(running)} only"
-            measured = measure(processes, running, turns)
+            return measure(processes, running, turns, draw)
         finally:
             for process in processes.values():
                 process.kill()
@@ -216,27 +224,47 @@ def main(turns: int, before: str) -> None:
             for pid in (running or agents(folders, timeout_s=0)).values():  # they outlive the process that started them
                 os.kill(pid, signal.SIGTERM)
                 os.kill(pid, signal.SIGCONT)
-    print(f"{turns} turns, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print("us per call, and what it is more than absent in the same turn: median (95 % interval)")
-    for name, modes in measured.items():
-        for clock in (False, True) if name == BUSY else (False,):
-            table(f"{name}, clock" if clock else name, {mode: [of[clock] for of in modes[mode]] for mode in processes})
 
 
-def table(name: str, modes: dict[str, list[float]]) -> None:
-    """A line per mode."""
-    from hicache_obs.testing.median import median, percent_more
+def main(starts: int, turns: int, before: str) -> None:
+    draw = random.Random(0)
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for number in range(starts):
+        print(f"start {number + 1} of {starts}", end="\r", file=sys.stderr, flush=True)
+        for name, modes in start_and_measure(turns, before, draw).items():
+            for clock in (False, True) if name == BUSY else (False,):
+                label = f"{name}, clock" if clock else name
+                absent = [turn[clock] for turn in modes["absent"]]
+                for mode, values in modes.items():
+                    row = compare([turn[clock] for turn in values], absent)
+                    rows.setdefault((label, mode), []).append(row)
+    print(f"{starts} starts of {turns} turns, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print("us per call, and what it is more than absent in the same turn: median of the starts (95 % interval)")
+    for (label, mode), found in rows.items():
+        print(line(label, mode, found))
 
-    absent = modes["absent"]
-    for mode, values in modes.items():
-        line = f"{name if values is absent else '':18} {mode:10} {statistics.median(values) / 1e3:9.2f}"
-        if values is not absent:
-            more = median([(mine - other) / 1e3 for mine, other in zip(values, absent, strict=True)])
-            line += f"  {more:+.2f}"
-            if name.startswith(BUSY):
-                hundred = median([100 * (mine - other) / 1e7 for mine, other in zip(values, absent, strict=True)])
-                line += f", {percent_more(values, absent):+.2f} %, at 100 rounds/s {hundred:+.2f} % of the thread"
-        print(line)
+
+def compare(values: list[float], absent: list[float]) -> Row:
+    """The medians over the turns of one start."""
+    pairs = list(zip(values, absent, strict=True))
+    more = statistics.median(mine - other for mine, other in pairs)
+    percent = statistics.median(100 * (mine / other - 1) for mine, other in pairs)
+    return statistics.median(values) / 1e3, more / 1e3, percent
+
+
+def line(label: str, mode: str, found: list[Row]) -> str:
+    """Of all starts."""
+    from hicache_obs.testing.median import median
+
+    text = f"{label if mode == 'absent' else '':25} {mode:10} {statistics.median(us for us, _, _ in found):9.2f}"
+    if mode == "absent":
+        return text
+    text += f"  {median([more for _, more, _ in found]):+.2f}"
+    if label.startswith(BUSY):
+        of_thread = median([more * ROUNDS_PER_S / 1e4 for _, more, _ in found])
+        text += f", {median([percent for _, _, percent in found]):+.2f} %, "
+        text += f"at {ROUNDS_PER_S} rounds/s {of_thread:+.3f} % of the thread"
+    return text
 
 
 if __name__ == "__main__":
@@ -245,7 +273,10 @@ if __name__ == "__main__":
         serve()
     else:
         parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-        parser.add_argument("turns", type=int, nargs="?", default=400)
+        parser.add_argument("starts", type=int, nargs="?", default=20)
+        parser.add_argument("--turns", type=int, default=20, help="per start")
         parser.add_argument("--before", default="", metavar="FOLDER", help="another checkout")
         arguments = parser.parse_args()
-        main(arguments.turns, arguments.before)
+        if arguments.starts < 6:
+            parser.error(f"starts {arguments.starts}: an interval of 95 % needs at least 6")
+        main(arguments.starts, arguments.turns, arguments.before)

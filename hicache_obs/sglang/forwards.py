@@ -55,7 +55,7 @@ def _forward(session: Session, guard: Guard) -> Around:
     counters = session.counters
 
     def hook(original: Around, *args: Any, **kwargs: Any) -> Any:
-        if guard.off or not session.recording:
+        if guard.off or not (session.switch[0] or session.recording):
             return original(*args, **kwargs)
         counters.calls += 1
         try:

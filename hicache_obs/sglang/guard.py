@@ -86,13 +86,13 @@ def _around(session: Session, adapter: Adapter, guard: Guard) -> Around:
         return result
 
     def hook(original: Around, *args: Any, **kwargs: Any) -> Any:
-        if guard.off or not session.recording:
+        if guard.off or not (session.switch[0] or session.recording):
             return original(*args, **kwargs)
         return observe(original, args, kwargs)
 
     def grouped(original: Around, *args: Any, **kwargs: Any) -> Any:
         lane = lanes.lane
-        if guard.off or getattr(lane, group, False) or not session.recording:
+        if guard.off or getattr(lane, group, False) or not (session.switch[0] or session.recording):
             return original(*args, **kwargs)
         setattr(lane, group, True)
         try:

@@ -110,7 +110,7 @@ def install_sglang() -> Installed | None:
     session = Session(
         f"SGLang {text}",
         mode=CaptureMode.ENFORCE if mode == "enforce" else CaptureMode.OBSERVE,
-        current_stream=_current_stream,
+        current_stream=_current_stream(),
         current_handle=_current_handle() if _has_cuda() else None,
         reader=PageReader(_tensor_device, _pinned),
         ranks=lambda: _ranks(arguments),
@@ -225,8 +225,20 @@ def _device_module() -> Any:
     return torch.cuda if torch.cuda.is_initialized() else torch.cpu
 
 
-def _current_stream() -> Any:
-    return _device_module().current_stream()
+def _current_stream() -> Callable[[], Any]:
+    """Asks for the current stream. The device module of SGLang's controller stays the same once it is there."""
+    ask: Callable[[], Any] | None = None
+
+    def current() -> Any:
+        nonlocal ask
+        if ask is None:
+            module = getattr(sys.modules.get(_CONTROLLER), "device_module", None)
+            if module is None:
+                return _device_module().current_stream()
+            ask = module.current_stream
+        return ask()
+
+    return current
 
 
 def _current_handle() -> Callable[[], int | None] | None:

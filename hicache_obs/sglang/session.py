@@ -50,6 +50,7 @@ IN_STREAM_CALL: Final = "in_stream_call"
 """Group of the hooks on streams and events."""
 MARK: Final = "_hicache_obs"
 """Attribute of an engine's event: its ``EventState``, or ``None``; of a stream without a handle: its number."""
+_SHUT: Final = (0,)
 _LOG: Final = logging.getLogger("hicache_obs.sglang")
 
 
@@ -122,6 +123,9 @@ class Session:
         self.lanes: Final = Lanes()
         self.ready = False
         """Whether there is a ring; if not, ``recording`` makes it. One look-up, for hooks ask at every call."""
+        self.switch: Sequence[int] = _SHUT
+        """Not 0 while records are taken; if 0, ``recording`` says whether that is about to change, and counts what is
+        missed. Two look-ups, for hooks that do more than their record."""
         self.gpu_trace: EventHandles | None = None
         """Wants to know the handles of events, if somebody does."""
         self.copies: Any = None
@@ -217,7 +221,7 @@ class Session:
     def close(self) -> None:
         """Write what is kept back and close the ring; hooks do nothing from now on. Waits for nothing."""
         self._off = True
-        self.ready = False
+        self.ready, self.switch = False, _SHUT
         with self._lock:
             if self._sink is not None and self._recorder is not None and self._ring is not None:
                 self._recorder.flush_batch()
@@ -429,7 +433,7 @@ class Session:
                 self._state_observable()
                 threading.Thread(target=self._flush_until_closed, name="hicache-obs-flush", daemon=True).start()
                 self._on_open(self)
-                self.ready = True
+                self.ready, self.switch = True, ring.switch
             except Exception as error:  # noqa: BLE001 nothing of ours may reach the engine
                 self._switch_off(f"{type(error).__name__}: {error}")
                 return False
@@ -437,7 +441,7 @@ class Session:
 
     def _switch_off(self, reason: str) -> None:
         self._off = True
-        self.ready = False
+        self.ready, self.switch = False, _SHUT
         _LOG.error("hicache-obs: nothing is recorded from now on: %s", reason)
 
     def _state_observable(self) -> None:
@@ -499,4 +503,4 @@ class Session:
         self._lock = threading.RLock()
         if self._ring is not None:
             self._off = True
-            self.ready = False
+            self.ready, self.switch = False, _SHUT
