@@ -137,7 +137,7 @@ fuzz-endpoints: venv  ## malformed requests, TLS, tokens, lock files, rings and 
 mutants: venv  ## mutants of the analyzer's rules that no test notices (SAMPLE=300 SEED=1, or all of them)
 	$(BIN)/python tests/mutation/run.py $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(or $(SEED),0) $(ARGS)
 
-bench-sglang: $(SGLANG)/.complete  ## cost of the plugin per hooked call and per round: absent, installed, observing (ARGS=20 starts)
+bench-sglang: $(SGLANG)/.complete  ## cost of the plugin per hooked call and per round: absent, installed, observing (ARGS=12 starts)
 	HICACHE_OBS_SGLANG=$(SGLANG) $(SGLANG)/venv/bin/python tests_sglang/bench.py $(ARGS)
 
 gpu-check:  ## the checks that need a CUDA device, with the system's own Python and torch

@@ -273,7 +273,7 @@ if __name__ == "__main__":
         serve()
     else:
         parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-        parser.add_argument("starts", type=int, nargs="?", default=20)
+        parser.add_argument("starts", type=int, nargs="?", default=12)
         parser.add_argument("--turns", type=int, default=20, help="per start")
         parser.add_argument("--before", default="", metavar="FOLDER", help="another checkout")
         arguments = parser.parse_args()

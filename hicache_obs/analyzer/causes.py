@@ -22,9 +22,9 @@ _IN_VAIN: Final = (Cause.EARLY_EVENT, Cause.EVENT_REUSE, Cause.EVENT_UNRECORDED)
 """Causes of those who did wait before they gave pages away, for the wrong record."""
 
 
-_Wait = tuple[Actor, StreamId | None, Snapshot | None, Snapshot | None, int, int]
+_Wait = tuple[Actor, StreamId | None, Snapshot | None, Snapshot | None, int, int, bool]
 """A wait seen recently: who waits, on which stream, for what, what the event's record had replaced, its position in
-the trace, and the waiter's epoch then: a later one means the waiter has run something since."""
+the trace, the waiter's epoch then: a later one means the waiter has run something since; and whether it just asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +58,30 @@ class Causes:
         self._replays: dict[Actor, int] = {}
         """By stream, its epoch behind its newest replay of several entries, which run beside it."""
 
-    def note_wait(self, waiter: Actor, stream: StreamId | None, snapshot: Snapshot | None, seq: int) -> None:
+    def note_wait(
+        self, waiter: Actor, stream: StreamId | None, snapshot: Snapshot | None, seq: int, *, polled: bool = False
+    ) -> None:
         """``waiter`` waits for ``snapshot``, ``None`` if the event was never recorded.
 
         Args:
             stream: The waiting stream; of ``note_sync`` the one that the thread synchronised with.
         """
         former = None if snapshot is None else snapshot.former
-        self._waits.append((waiter, stream, snapshot, former, seq, self._order.clocks[waiter][0][waiter]))
+        self._waits.append((waiter, stream, snapshot, former, seq, self._order.clocks[waiter][0][waiter], polled))
 
-    def note_sync(self, thread: Actor, stream: StreamId | None, snapshot: Snapshot | None, seq: int) -> None:
+    def note_sync(
+        self, thread: Actor, stream: StreamId | None, snapshot: Snapshot | None, seq: int, *, polled: bool = False
+    ) -> None:
         """``note_wait`` of a host thread; ``stream`` is ``None`` if it waits for an event, or for all streams, or has
         asked for an event and been told that it is complete."""
         self._threads.add(thread)
-        self.note_wait(thread, stream, snapshot, seq)
+        self.note_wait(thread, stream, snapshot, seq, polled=polled)
 
     def note_waits(self, waiter: Actor, stream: StreamId, snapshots: Sequence[Snapshot], seq: int, epoch: int) -> None:
         """``note_wait`` for each of ``snapshots``, the first at ``seq`` and ``epoch``, an operation behind each."""
         formers, seqs, epochs = map(_FORMER, snapshots), count(seq, 2), count(epoch)
-        self._waits.extend(zip(repeat(waiter), repeat(stream), snapshots, formers, seqs, epochs, strict=False))
+        waits = zip(repeat(waiter), repeat(stream), snapshots, formers, seqs, epochs, repeat(False), strict=False)
+        self._waits.extend(waits)
 
     def note_replay(self, stream: Actor) -> None:
         """A graph of several entries is replayed on ``stream``."""
@@ -126,19 +131,21 @@ class Causes:
 
         For an access in no stream the wait is its thread's own: a synchronize with a stream that ran none of it. Before
         a launch, a thread that waits for a transfer wants to know its pages free, but one that waits for an older
-        forward round just wants its results: no early event.
+        forward round just wants its results: no early event. That an event was never recorded is what whoever waits for
+        it would want to know; but who asks for one may want to know whether it is in use, as engines do of events that
+        they keep.
         """
         before, issuer = earlier.group.actor, self._order.thread(later.label.thread)
         thread = issuer if later.label.stream is None else None
         releaser = issuer if part(earlier) in TRANSFERS else thread
         cause = Cause.MISSING_FENCE
         fence: Reason | None = None
-        for waiter, stream, snapshot, former, seq, epoch in reversed(self._waits):
+        for waiter, stream, snapshot, former, seq, epoch, polled in reversed(self._waits):
             if seq < earlier.seq:
                 break
             mine = waiter in (actor, issuer)
             if snapshot is None:
-                if mine:
+                if mine and not (polled and waiter != releaser):
                     cause = Cause.EVENT_UNRECORDED
                 continue
             covers = snapshot.covers(before, earlier.epoch)

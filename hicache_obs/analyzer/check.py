@@ -505,7 +505,7 @@ class Analyzer:
         """The calling thread knows the event's record to be complete."""
         order = self._order
         snapshot, thread = order.current(record.event), order.thread(record.thread)
-        self._causes.note_sync(thread, None, snapshot, self._seq)
+        self._causes.note_sync(thread, None, snapshot, self._seq, polled=polled)
         if self._foreign.events and self._foreign.waits(record.event, self._seq):
             order.suspect(thread)
         elif snapshot is not None:

@@ -73,6 +73,7 @@ def told(first: str, second: str) -> list[Step]:
         ([SAVE, FREED, LOAD], Cause.EARLY_FREE),
         ([SAVE, RECORD, {**SYNC, "thread": "t"}, FREED, LOAD], Cause.EARLY_FREE),  # who gave it away did not look
         ([ROUND, SYNC, OVER], Cause.EVENT_UNRECORDED),
+        ([ROUND, QUERY, OVER], Cause.MISSING_FENCE),  # is the event free to be used?
         ([ROUND, {**RECORD, "stream": "f"}, OTHER, SYNC, OVER], Cause.EVENT_REUSE),
         ([{**RECORD, "stream": "f"}, ROUND, SYNC, OVER], Cause.MISSING_FENCE),  # results of the round before
         ([ROUND, {**RECORD, "stream": "f"}, SYNC, OVER], None),
