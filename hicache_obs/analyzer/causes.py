@@ -14,7 +14,7 @@ from hicache_obs.analyzer.hazards import TRANSFERS, Hazards, part, principal
 from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.shadow import Conflict, Operation, Shadow
 from hicache_obs.findings import Cause, Proof
-from hicache_obs.records import Space, StreamId
+from hicache_obs.records import NO_OP, Space, StreamId
 
 RECENT_WAITS: Final = 256
 _FORMER: Final = attrgetter("former")
@@ -130,10 +130,10 @@ class Causes:
         """The wait between the two that was meant to order them; newest first.
 
         For an access in no stream the wait is its thread's own: a synchronize with a stream that ran none of it. Before
-        a launch, a thread that waits for a transfer wants to know its pages free, but one that waits for an older
-        forward round just wants its results: no early event. That an event was never recorded is what whoever waits for
-        it would want to know; but who asks for one may want to know whether it is in use, as engines do of events that
-        they keep.
+        a launch, a thread that waits for older work, of a transfer before or a round before, has reasons of its own: no
+        early event, unless there was no such work. That an event was never recorded is what whoever waits for it would
+        want to know; but who asks for one may want to know whether it is in use, as engines do of events that they
+        keep.
         """
         before, issuer = earlier.group.actor, self._order.thread(later.label.thread)
         thread = issuer if later.label.stream is None else None
@@ -160,7 +160,8 @@ class Causes:
             unused = epoch == self._order.clock(waiter)[waiter]  # a fence that protects no work so far
             if covers and waiter != actor and unused and fence is None:
                 fence = Reason(Cause.WRONG_STREAM, stream, (waiter, epoch))
-            if waiter in (actor, releaser) and not covers and self._ahead(snapshot, before, earlier):
+            meant = waiter in (actor, thread) or (waiter == releaser and snapshot.mark == NO_OP)
+            if meant and not covers and self._ahead(snapshot, before, earlier):
                 cause = Cause.EARLY_EVENT
         return Reason(cause) if fence is None else replace(fence, otherwise=cause)
 
