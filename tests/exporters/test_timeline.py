@@ -307,7 +307,7 @@ def test_memory_does_not_grow_with_the_records(make: Any, monkeypatch: pytest.Mo
             tracemalloc.stop()
 
     monkeypatch.setattr(perfetto, "MAX_INTERNED", 256)
-    # What else this process does in the meantime, other tests' threads included, counts too: the least of three, and of ten.
+    # What else this process does in the meantime, other tests' threads included, counts too: the least of three or ten.
     small = min(peak(1_024) for _ in range(3))
     large = [peak(3_072)]
     while large[-1] >= small + 100_000 and len(large) < 10:
