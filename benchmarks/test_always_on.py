@@ -51,7 +51,7 @@ from hicache_obs.testing.median import median, percent_more
 PAGES, NEW = 256, 32
 ROUNDS, BATCHES = 100, 60
 TURN, TURNS = 20, 600
-MESSAGE = {f"request {number}": [number, number * 1.5, str(number)] for number in range(100)}
+MESSAGE = {f"request {number}": [number, number * 1.5, str(number)] for number in range(300)}
 """Written and read between two rounds of the busy loop, a few hundred microseconds. A loop that makes one integer after
 the other would not do: how fast it is depends on where the allocator has room, and so on what was recorded before."""
 SERVER_ROUNDS = 100
