@@ -133,8 +133,7 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
     try:
         file = msgspec.json.decode(data, type=ScenarioFile)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        fields = msgspec.json.decode(data) if isinstance(error, msgspec.ValidationError) else None
-        raise TraceError(f"{source}: {explain(error, ScenarioFile, fields)}") from None
+        raise TraceError(f"{source}: {explain(error, ScenarioFile, _fields(data))}") from None
     program = _Program(file)
     for position, raw in enumerate(file.steps, 1):
         step_id = f"number {position}"
@@ -156,6 +155,14 @@ def parse_scenario(data: bytes, *, source: str) -> Trace:
         planned_end_ns=program.host_ns,
         ranks=program.ranks,
     )
+
+
+def _fields(data: bytes) -> object:
+    """What a file that is refused holds, for the message; ``None`` if it is no JSON as far as nobody looked before."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return None
 
 
 class _Program:

@@ -575,6 +575,11 @@ def test_step_ids_must_be_there_and_unique(step, text):
         (b"{'steps': []}", "not JSON that can be read: JSON is malformed"),
         (b'{"steps": [', "not JSON that can be read: Input data was truncated"),
         (b'{"steps": ' + b"[" * 100_000, "not JSON that can be read: maximum recursion depth exceeded"),
+        (
+            b'{"layers": "x"} and more',
+            "key 'layers': Expected 'int | null', got 'str'",
+        ),  # found before the rest is read
+        (b'{"step": 1, "why": ' + b"[" * 100_000, "unknown key 'step'; known are"),
         (b"[]", "Expected 'object', got 'array'"),
         (b"{}", "needs key 'steps'"),
         (b'{"steps": {}}', "key 'steps': Expected 'array', got 'object'"),
