@@ -14,9 +14,10 @@ from hicache_obs.records import OpId
 
 _SCRIPTS: Final = ("figures.js", "columns.js", "chart.js", "explorer.js")
 COLORS: Final = {
-    "SAFE": "good", "VIOLATED": "bad", "AS ACCEPTED": "warn", "NOT DECIDABLE": "warn", "NOTHING CHECKED": "warn",
+    "VIOLATED": "bad", "CONTRADICTION": "bad", "LATENT RACES": "warn", "NOT DECIDABLE": "warn",
+    "NOTHING CHECKED": "warn", "AS ACCEPTED": "warn", "SAFE": "good",
 }  # fmt: skip
-"""Words a verdict can begin with, the worst last."""
+"""Words a verdict can begin with, the worst first."""
 MAX_SPOILED: Final = 20_000
 """Rounds, and transfers, of one blast radius that are marked on the timeline."""
 
@@ -172,7 +173,7 @@ def _headline(sections: Sequence[Section]) -> str:
     """The one sentence a reader sees first; of several files, the worst."""
     if len(sections) == 1:
         return sections[0].sentence
-    for word in ("VIOLATED", "NOT DECIDABLE", "NOTHING CHECKED", "AS ACCEPTED", "SAFE"):
+    for word in COLORS:
         count = sum(section.word == word for section in sections)
         if count:
             return f"{word}: {count} of {len(sections)} recordings; each has its own verdict below"

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from hicache_obs.analyzer.pairs import PairProof, PairProofs
+from hicache_obs.analyzer.tally import DEFINITE
 from hicache_obs.cli.layout import progress_bars
 from hicache_obs.cli.ranks_report import RanksReport, compare_ranks
 from hicache_obs.cli.verdict import STEP, Report, analyse
 from hicache_obs.errors import ConfigError, naming
 from hicache_obs.exporters.accepted import Accepted
+from hicache_obs.exporters.health import Health, Outcome
 from hicache_obs.findings import ExitCode, Hazard, Proof, Verdict
 from hicache_obs.readers import open_trace
 from hicache_obs.readers.copies import copy_pairs
@@ -243,8 +245,8 @@ def source_of(report: AnyReport) -> str:
 
 
 def sentence(report: AnyReport) -> str:
-    """The verdict and what it is about. The part before the colon is ``SAFE``, ``VIOLATED``, ``AS ACCEPTED`` (findings,
-    all of them expected), ``NOT DECIDABLE`` or ``NOTHING CHECKED``."""
+    """The verdict and what it is about. The part before the colon is ``SAFE``, ``VIOLATED``, ``CONTRADICTION``,
+    ``LATENT RACES``, ``AS ACCEPTED`` (findings, all of them expected), ``NOT DECIDABLE`` or ``NOTHING CHECKED``."""
     if isinstance(report, CopyReport):
         return _copies_sentence(report)
     if isinstance(report, RanksReport):
@@ -268,14 +270,10 @@ def _copies_sentence(report: CopyReport) -> str:
 
 
 def _trace_sentence(report: Report, seen: str) -> str:
-    unknown, expected, accepts = report.keeper.verdicts[Verdict.UNKNOWN], report.expected, report.accepted.covers
+    unknown, expected = report.keeper.verdicts[Verdict.UNKNOWN], report.expected
     if report.code is ExitCode.FINDINGS:
-        bad, wrong = report.keeper.unexpected(accepts), report.keeper.unexpected(accepts, [Verdict.VIOLATION])
-        if not bad:
-            return f"VIOLATED: ranks enter different collectives ({Hazard.TP_DIVERGENCE.value}); {seen}"
         known = f", {expected:,} more that {'is' if expected == 1 else 'are'} accepted" if expected else ""
-        pairs = f"{bad:,} operation pair{_are(bad)} in no proven order"
-        return f"VIOLATED: {pairs}, {wrong:,} of them ran in the wrong one{known}; {seen}"
+        return f"{_findings_sentence(report)}{known}; {seen}"
     if report.undecided:
         if not unknown:
             return f"NOT DECIDABLE: another process may touch the same memory; {seen}"
@@ -286,6 +284,24 @@ def _trace_sentence(report: Report, seen: str) -> str:
         pairs = f"{expected:,} operation pair{_are(expected)} in no proven order, which is accepted for now"
         return f"AS ACCEPTED: {pairs}; {seen}"
     return f"SAFE: every conflicting pair is in proven order; {seen}"
+
+
+def _findings_sentence(report: Report) -> str:
+    """What is wrong, the worst first; its word is that of the status page."""
+    wrong, against, latent = (report.keeper.unexpected(report.accepted.covers, [verdict]) for verdict in DEFINITE)
+    outcome = Health(violations=wrong, contradictions=against, latent=latent).outcome
+    found, unordered, backwards = [], [], []
+    if any(stall.ranks for stall in report.stalls.stalls):
+        outcome = Outcome.VIOLATED
+        found.append(f"ranks enter different collectives ({Hazard.TP_DIVERGENCE.value})")
+    if wrong or latent:
+        pairs = f"{wrong + latent:,} operation pair{_are(wrong + latent)} in no proven order"
+        ran = f"{wrong:,} of them ran" if wrong else "none is known to have run"
+        unordered.append(f"{pairs}, {ran} in the wrong one")
+    if against:
+        backwards.append(f"{against:,} operation pair{'s' * (against != 1)} ran against the proven order")
+    found += unordered + backwards if wrong else backwards + unordered
+    return f"{outcome.value}: {', and '.join(found)}"
 
 
 def level_of(report: CopyReport | JoinedReport) -> str:

@@ -121,17 +121,16 @@ class RankSummary:
     lengths: Mapping[SequenceName, tuple[int, bool]] = field(default_factory=dict)
     version: str = __version__
 
-    def unexpected(self, accepted: Accepted) -> int:
-        """Operation pairs in no proven order that nobody has accepted."""
-        total = sum(self.verdicts.get(verdict, 0) for verdict in DEFINITE)
-        return total - self.expected(accepted)
+    def unexpected(self, accepted: Accepted, verdicts: Sequence[Verdict] = DEFINITE) -> int:
+        """Operation pairs of findings with one of ``verdicts`` that nobody has accepted."""
+        return sum(self.verdicts.get(verdict, 0) for verdict in verdicts) - self.expected(accepted, verdicts)
 
-    def expected(self, accepted: Accepted) -> int:
-        """Operation pairs in no proven order that are accepted for now."""
+    def expected(self, accepted: Accepted, verdicts: Sequence[Verdict] = DEFINITE) -> int:
+        """Operation pairs of findings with one of ``verdicts`` that are accepted for now."""
         return sum(
             defect.verdicts.get(verdict, 0)
             for defect in self.defects
-            for verdict in DEFINITE
+            for verdict in verdicts
             if accepted.covers(defect.example.fingerprint)
         )
 

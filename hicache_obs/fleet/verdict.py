@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from hicache_obs.analyzer.tally import DEFINITE
 from hicache_obs.costs import TransferKind
 from hicache_obs.exporters.accepted import Accepted
+from hicache_obs.exporters.health import Health, Outcome
 from hicache_obs.findings import ExitCode, Hazard, Verdict, worst
 from hicache_obs.fleet.rank import FenceSum, RankSummary
 from hicache_obs.fleet.run import Clock, Fleet
@@ -80,7 +82,7 @@ class Judged:
         """Violations first, then other findings, ranks that could not be read, undecided ones, and the costliest."""
 
         def key(rank: RankSummary) -> tuple[int, int, bool, int, int]:
-            wrong = 0 if not rank.unexpected(self.accepted) else rank.verdicts.get(Verdict.VIOLATION, 0)
+            wrong = rank.unexpected(self.accepted, [Verdict.VIOLATION])
             avoidable = sum(fences.avoidable_ns for fences in rank.fences.values())
             unknown = rank.verdicts.get(Verdict.UNKNOWN, 0)
             return -wrong, -rank.unexpected(self.accepted), not rank.error, -unknown, -avoidable
@@ -101,7 +103,10 @@ class Judged:
         if self.code is ExitCode.FINDINGS:
             what = [f"{_count(bad, 'rank')} with findings"] if bad else []
             what += [f"{_count(apart, 'group')} of ranks whose decisions differ"] if apart else []
-            return f"VIOLATED: {' and '.join(what)}; {seen}"
+            wrong, against, latent = (sum(rank.unexpected(self.accepted, [v]) for rank in ranks) for v in DEFINITE)
+            health = Health(violations=wrong, contradictions=against, latent=latent)
+            word = (Outcome.VIOLATED if apart else health.outcome).value
+            return f"{word}: {' and '.join(what)}; {seen}"
         if self.code is ExitCode.CLEAN:
             if any(rank.expected(self.accepted) for rank in ranks):
                 return f"AS ACCEPTED: all findings are accepted for now; {seen}"

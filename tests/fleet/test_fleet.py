@@ -18,9 +18,9 @@ from pyarrow import parquet
 from hicache_obs.cli import main
 from hicache_obs.cli.verdict import analyse
 from hicache_obs.exporters.accepted import Accepted
-from hicache_obs.findings import ExitCode
+from hicache_obs.findings import ExitCode, Verdict
 from hicache_obs.fleet.dataset import MARK, SCHEMAS
-from hicache_obs.fleet.places import find_ranks
+from hicache_obs.fleet.places import RankPlace, find_ranks
 from hicache_obs.fleet.rank import RankSummary, analyse_rank
 from hicache_obs.fleet.run import Fleet, Inline, analyse_fleet
 from hicache_obs.fleet.verdict import Judged
@@ -362,6 +362,23 @@ def test_text_says_the_worst_first(both: Fleet, fleet_folder: Path, capsys: pyte
     assert lines[1].startswith("  node1 scheduler dp1 pp0 tp1: findings, 1 violation (HC-")
     assert lines[2] == "  node1 dp1 pp0, thread scheduler: differ at cache decision 108"
     assert lines[3] == "    node1 scheduler dp1 pp0 tp2: frees device page 32 (op 425)"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "word"),
+    [
+        ({Verdict.LATENT: 2}, "LATENT RACES: 1 rank with findings; "),
+        ({Verdict.LATENT: 2, Verdict.CONTRADICTION: 1}, "CONTRADICTION: 1 rank with findings; "),
+        ({Verdict.CONTRADICTION: 1, Verdict.VIOLATION: 1}, "VIOLATED: 1 rank with findings; "),
+        ({Verdict.UNKNOWN: 1}, "NOT DECIDABLE: "),
+    ],
+)
+def test_the_first_word_is_the_worst_of_all_ranks(verdicts: dict[Verdict, int], word: str) -> None:
+    place = RankPlace("/n/0", None, "n", "scheduler", Ranks())
+    clean, bad = RankSummary(place, lookups=9), RankSummary(place, lookups=9, verdicts=verdicts)
+
+    assert Judged(Fleet((clean, bad), (), (), ()), ACCEPTS_NONE).sentence.startswith(word)
+    assert Judged(Fleet((clean, clean), (), (), ()), ACCEPTS_NONE).sentence.startswith("SAFE: ")
 
 
 def test_a_folder_that_cannot_be_listed_is_named_and_not_clean(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hicache_obs.cli import main
 from hicache_obs.exporters.html.packed import MAX_EXACT, Packed, unpack
 from hicache_obs.readers.journal_writer import JournalWriter
-from hicache_obs.records import AnyRecord, Define, Memcpy, Times, WaitStream
+from hicache_obs.records import AnyRecord, Define, Memcpy, OpId, Times, WaitStream
 from hicache_obs.testing import History
 from hicache_obs.testing.kineto_writer import FORMATS, write_kineto
 from hicache_obs.testing.nsys_writer import GENERATIONS, nsys_tables, write_nsys
@@ -57,10 +57,15 @@ def headline(page: Any) -> str:
 # -- the verdict ---------------------------------------------------------------------------------------------
 
 
+NONE_WRONG = "LATENT RACES: 1 operation pair is in no proven order, none is known to have run in the wrong one"
+ONE_WRONG = "VIOLATED: 1 operation pair is in no proven order, 1 of them ran in the wrong one"
+AGAINST = "CONTRADICTION: 1 operation pair ran against the proven order"
+
+
 @pytest.mark.parametrize(
     ("text", "code", "sentence"),
     [
-        (RACE, 1, "VIOLATED: 1 operation pair is in no proven order, 0 of them ran in the wrong one; *"),
+        (RACE, 1, f"{NONE_WRONG}; *"),
         (FENCED, 0, "SAFE: every conflicting pair is in proven order; 1 page pairs checked"),
         ("F:w5 ~1 L:w5", 3, "NOT DECIDABLE: the order of 1 operation pair is unknown; 1 page pairs checked"),
         ("F:w5 L:w6", 3, "NOTHING CHECKED: no two operations touch the same pages; 0 page pairs checked"),
@@ -72,6 +77,29 @@ def test_one_sentence_first(tmp_path: Path, report: Report, text: str, code: int
     assert found == code
     assert page.words[0].startswith(sentence.removesuffix("*"))
     assert headline(page) == page.words[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "starts_ns", "sentence"),
+    [
+        (RACE, {0: 1000, 1: 3000}, NONE_WRONG),
+        (RACE, {0: 1000, 1: 1500}, ONE_WRONG),
+        (FENCED, {0: 1000, 2: 3000}, "SAFE: every conflicting pair is in proven order"),
+        (FENCED, {0: 1000, 2: 1500}, AGAINST),
+        (f"{FENCED} C:r5", {0: 1000, 2: 1500, 3: 9000}, f"{AGAINST}, and 2 operation pairs are in no proven"),
+        (f"{RACE} C:r5", {0: 1000, 1: 1500, 2: 1500}, "VIOLATED: 3 operation pairs are in no proven order, 3 of them"),
+    ],
+)
+def test_the_first_word_is_the_worst_that_was_seen(
+    tmp_path: Path, report: Report, text: str, starts_ns: dict[int, int], sentence: str
+) -> None:
+    """What ran in the wrong order, what ran against a proven one, and what went right by luck are told apart."""
+    records = History(text).records
+    times = [Times(OpId(op), records[-1].thread, 0, start, start + 1000) for op, start in starts_ns.items()]
+    code, page = report(journal(tmp_path, [*records, *times]))
+
+    assert code == (not sentence.startswith("SAFE"))
+    assert page.words[0].startswith(sentence)
 
 
 def test_a_race_has_a_card_and_its_fenced_twin_has_none(tmp_path: Path, report: Report) -> None:
@@ -143,8 +171,8 @@ def test_several_recordings_have_the_worst_verdict_first_and_their_own_below(tmp
     code, page = report(*paths)
 
     assert code == 1
-    assert headline(page) == "VIOLATED: 1 of 2 recordings; each has its own verdict below"
-    assert [word for word in page.words if word in ("SAFE", "VIOLATED")] == ["SAFE", "VIOLATED"]  # in the list
+    assert headline(page) == "LATENT RACES: 1 of 2 recordings; each has its own verdict below"
+    assert [word for word in page.words if word in ("SAFE", "LATENT RACES")] == ["SAFE", "LATENT RACES"]  # in the list
     assert len(page.data) == 2
 
 
