@@ -1,9 +1,9 @@
 """A node under load for a long time, and everything that goes wrong there: ``make soak MIN=30``.
 
 Four ranks make 20,000 rounds a minute together, one in a few hundred without its fence. In the first quarter of the
-time ranks and the agent are killed. Then the run goes on until the analyzer's tables are full, which is not counted,
-and for the other three quarters memory and file descriptors are measured, while rings overflow, the disk fills up, the
-agent is stopped, and its wall clock is set.
+time ranks and the agent are killed. Then the run goes on, faster, until the analyzer's tables are full, which is not
+counted, and for the other three quarters memory and file descriptors are measured, while rings overflow, the disk fills
+up, the agent is stopped, and its wall clock is set.
 
 Prints a table. Exit code 1 if memory or descriptors grow by more than their noise, a clock drifts, a race is lost, or
 something that is gone is not counted.
@@ -28,6 +28,9 @@ from processes import Control, Word, kill, runs
 from rig import Rig
 from slope import Slope, slope
 
+from hicache_obs.agent.rank import MAX_PAIRS
+from hicache_obs.analyzer.taint import MAX_SOURCES
+
 ROUNDS_PER_MIN = 20_000
 RANKS = 4
 RACE_EVERY = 331
@@ -39,8 +42,11 @@ FLOOR_MIB, FLOOR_FDS, FLOOR_MS = 1.0, 0.5, 1.0
 """Growth over the whole time that is not told from nothing."""
 _BEAT = re.compile(r'^hicache_obs_heartbeat_timestamp_seconds\{[^}]*tp_rank="(\d+)"[^}]*\} (\S+)$', re.MULTILINE)
 _JUDGED = re.compile(r"^hicache_obs_records_total\{[^}]*\} (\S+)$", re.MULTILINE)
-FILL = 100_000
-"""Records after which the analyzer's tables hold as many rounds as they ever do."""
+_RACED = re.compile(r'^hicache_obs_violations_total\{[^}]*hazard="waw_forward_restore"[^}]*\} (\S+)$', re.MULTILINE)
+FILL_RECORDS, FILL_RACES = 100_000, 1.25 * max(MAX_SOURCES, MAX_PAIRS)
+"""Records and races of each rank after which the analyzer's tables hold as many of them as they ever do."""
+FILL_BURST = 500
+"""Rounds that each rank makes at once, every ``TICK_S``, until then."""
 
 
 @dataclass(slots=True)
@@ -202,9 +208,16 @@ def _fill_tables(rig: Rig, faults: Faults) -> None:
     if not runs(rig.agent):
         rig.start_agent()
     until = time.monotonic() + 3600
-    while min(judged := [float(value) for value in _JUDGED.findall(rig.scrape())] or [0.0]) < FILL:
+    while True:
+        text = rig.scrape()
+        records, races = ([float(value) for value in of.findall(text)] or [0.0] for of in (_JUDGED, _RACED))
+        if min(records) >= FILL_RECORDS and min(races) >= FILL_RACES:
+            return
         if time.monotonic() > until:
-            raise TimeoutError(f"records judged in an hour: {judged}; {FILL} of each rank were to be\n{rig.tail()}")
+            wanted = f"{FILL_RECORDS:,} and {FILL_RACES:,.0f} of each rank were to be"
+            raise TimeoutError(f"records and races judged in an hour: {records}, {races}; {wanted}\n{rig.tail()}")
+        for tp in rig.ranks:
+            rig.burst(tp, FILL_BURST)
         time.sleep(TICK_S)
         faults.tick(lethal=False)
 

@@ -52,6 +52,8 @@ Follow = Callable[[WatchedRing], Sequence[Follower]]
 """Makes the followers of a ring."""
 MIN_BATCH: Final = 64
 MAX_BATCH: Final = 8192
+MAX_PAIRS: Final = 512
+"""Raced pairs of a rank that may wait for their device times; the board asks for radii by fingerprint."""
 TURN_NS: Final = 20_000_000
 """A batch that takes longer is halved next time: the other ranks wait meanwhile, and so does SIGTERM."""
 SETTLE_WITHIN_S: Final = 600.0
@@ -152,7 +154,7 @@ class RankReader:
     ) -> tuple[BoardSink, RankPipeline]:
         reader = self.reader
         fanout = Fanout()  # what is rebuilt has been reported by the agent before this one, but for its last seconds
-        analyzer = Analyzer(fanout)
+        analyzer = Analyzer(fanout, pairs=MAX_PAIRS)
         counted = MetricsSink(self._metrics, self.rank, accepts=self._accepts)
         shown = board.sink(self.rank, analyzer)
         kept = reader.position

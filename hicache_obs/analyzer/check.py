@@ -25,7 +25,7 @@ from hicache_obs.analyzer.order import Actor, Order, Snapshot
 from hicache_obs.analyzer.ownership import Ownership
 from hicache_obs.analyzer.runs import Runs, find_runs
 from hicache_obs.analyzer.shadow import Conflict, Label, Operation, Shadow, Touching
-from hicache_obs.analyzer.taint import Taint
+from hicache_obs.analyzer.taint import MAX_PAIRS, Taint
 from hicache_obs.analyzer.verdicts import Pair, Verdicts
 from hicache_obs.costs import AnalysisSink, PendingTransfers
 from hicache_obs.findings import (
@@ -124,14 +124,19 @@ class Analyzer:
 
     Feed records in trace order with ``feed``; call ``finish`` once at the end, which gives pairs without device
     times their untimed verdict. Not thread-safe; calls ``sink`` on the feeding thread.
+
+    Args:
+        sink: Told what is found.
+        pairs: The newest raced pairs whose blast radius can be asked for one by one. Whoever runs for ever and asks by
+            fingerprint needs few: as many as wait for their device times at once.
     """
 
-    def __init__(self, sink: AnalysisSink) -> None:
+    def __init__(self, sink: AnalysisSink, *, pairs: int = MAX_PAIRS) -> None:
         self._sink = sink
         self._order = Order()
         self._shadow = Shadow()
         self._measured = Measured()
-        self._taint = Taint()
+        self._taint = Taint(pairs)
         self._names = Names()
         self._hazards = Hazards(self._shadow)
         self._foreign = Foreign()
@@ -207,7 +212,7 @@ class Analyzer:
     def blast_radius(self, race: str | tuple[OpId, OpId]) -> BlastRadius:
         """What a race can have spoiled so far; all races of a fingerprint, or one by its operations, earlier first.
 
-        Every pair has its radius from its later operation on; a fingerprint once its findings are reported.
+        Every kept pair has its radius from its later operation on, a fingerprint once its findings are reported.
         """
         return self._taint.radius(race)
 

@@ -54,7 +54,9 @@ MAX_RECENT: Final = 4096
 MAX_SOURCES: Final = 512
 """Races told apart; one more shares the radius of the latest of its kind."""
 MAX_RACES: Final = 1 << 16
-"""Operation pairs kept."""
+"""Operation pairs kept for playing, and fingerprints."""
+MAX_PAIRS: Final = 1 << 16
+"""Operation pairs that have a radius of their own."""
 
 Pair = tuple[OpId, OpId]
 
@@ -76,9 +78,14 @@ class _Race:
 
 
 class Taint:
-    """Blast radius of every race of one trace. Feed in trace order; not thread-safe."""
+    """Blast radius of every race of one trace. Feed in trace order; not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        pairs: The newest operation pairs that ``radius`` knows; of older ones their fingerprint is left.
+    """
+
+    def __init__(self, pairs: int = MAX_PAIRS) -> None:
+        self._max_pairs = pairs
         self._steps: list[Operation] = []
         self._allocations: list[tuple[int, Access]] = []
         self._discarded: dict[int, frozenset[int]] = {}
@@ -94,6 +101,8 @@ class Taint:
         self._kinds: dict[tuple[object, ...], int] = {}
         self._pairs: dict[Pair, int] = {}
         self._fingerprints: dict[str, int] = {}
+        self._partial: set[str] = set()
+        """Fingerprints with a race that was forgotten before it was named, or had no source."""
 
     def step(self, operation: Operation) -> None:
         """An operation was issued. Its races, if any, follow at once."""
@@ -135,7 +144,7 @@ class Taint:
         if not source:
             return
         self._pairs[first.op, second.op] = self._pairs.get((first.op, second.op), 0) | source
-        while len(self._pairs) > MAX_RACES:
+        while len(self._pairs) > self._max_pairs:
             del self._pairs[next(iter(self._pairs))]
         self._played = None
         if len(self._races) < MAX_RACES:
@@ -144,10 +153,14 @@ class Taint:
             self._cut |= source
 
     def name(self, fingerprint: str, pair: Pair) -> None:
-        """The race of ``pair`` was reported under ``fingerprint``."""
+        """The race of ``pair`` was reported under ``fingerprint``, which is partial if the pair is no longer known."""
+        known = self._fingerprints.get(fingerprint)
+        if known is None and len(self._fingerprints) >= MAX_RACES:
+            return
         source = self._pairs.get(pair, 0)
-        if source and (fingerprint in self._fingerprints or len(self._fingerprints) < MAX_RACES):
-            self._fingerprints[fingerprint] = self._fingerprints.get(fingerprint, 0) | source
+        self._fingerprints[fingerprint] = source | (known or 0)
+        if not source:
+            self._partial.add(fingerprint)
 
     def radius(self, race: str | Pair) -> BlastRadius:
         """What one race, or all races of one fingerprint, spoiled so far. Plays what was fed since the last call."""
@@ -156,7 +169,7 @@ class Taint:
             self._played = self._play(self._past, self._steps, self._races)
         reached = self._played.reached
         pages = self._played.ever(source)
-        complete = bool(source) and not (reached.cut | self._cut) & source
+        complete = bool(source) and not (reached.cut | self._cut) & source and race not in self._partial
         return BlastRadius(
             requests=_members(reached.requests, source),
             rounds=_members(reached.rounds, source),

@@ -79,7 +79,7 @@ class Verdicts:
         self.live: dict[OpId, Operation | tuple[Operation, ...]] = {}
         """Operations whose device times may come; the analyzer adds to it."""
         self._pending: dict[OpId, list[Pair]] = {}
-        self._raced: set[tuple[Space, int, int]] = set()
+        self._raced: dict[tuple[Space, int], set[int]] = {}
 
     def expect(self, pair: Pair) -> None:
         """Judge ``pair`` once the times of its later operation are known, or ``settle`` says they will not come."""
@@ -112,8 +112,9 @@ class Verdicts:
 
     def rearm(self, access: Access) -> None:
         """Pages got a new owner: their next race is not secondary to earlier ones."""
-        if self._raced:
-            self._raced.difference_update((access.space, access.pool, page) for page in access.ids.tolist())
+        raced = self._raced.get((access.space, access.pool))
+        if raced:
+            raced.difference_update(access.ids.tolist())
 
     def bound(self) -> None:
         """Give operations whose times are overdue their untimed verdict, so that tables stay bounded."""
@@ -121,7 +122,7 @@ class Verdicts:
             del self.live[op]
             if self._pending:
                 self.settle(op)
-        if len(self._raced) > MAX_RACED:
+        if sum(map(len, self._raced.values())) > MAX_RACED:
             self._raced.clear()
 
     def finish(self) -> None:
@@ -156,9 +157,9 @@ class Verdicts:
         main = principal(overlaps)
         shared = _by_pool(overlaps)
         pages = shared.pop((main.space, main.pool))
-        cells = {(main.space, main.pool, page) for page in pages}
-        secondary = not self._raced.isdisjoint(cells)
-        self._raced |= cells
+        raced = self._raced.setdefault((main.space, main.pool), set())
+        secondary = not raced.isdisjoint(pages)
+        raced.update(pages)
         first, second = self._access(earlier, main.earlier), self._access(later, main.later)
         on, waiter = self._actor_name(earlier), self._actor_name(later)
         reason = self._causes.settled(pair.reason)

@@ -27,6 +27,7 @@ from hicache_obs.records import (
     IoEnd,
     IoKind,
     Kernel,
+    Memcpy,
     Mode,
     OpId,
     RecordStream,
@@ -120,6 +121,31 @@ def test_tables_stop_growing(monkeypatch: pytest.MonkeyPatch, timed: bool, no_co
     analyzer.finish()
     assert not sink.findings
     assert sum(sink.checked.values()) > 0
+
+
+def test_a_rank_that_races_for_ever_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An analyzer that asks by fingerprint: behind so many races none leaves anything, and what they spoil is known."""
+    monkeypatch.setattr("hicache_obs.analyzer.taint.MAX_SOURCES", 16)
+    monkeypatch.setattr("hicache_obs.analyzer.taint.MAX_RECENT", 64)
+    monkeypatch.setattr(shadow, "MAX_GROUPS", 64)
+    monkeypatch.setattr("hicache_obs.analyzer.fence_cost.MAX_ENDS", 64)
+    monkeypatch.setattr("hicache_obs.analyzer.fence_cost.MAX_TRANSFERS", 4)
+    sink = RecordingSink()
+    analyzer = Analyzer(sink, pairs=16)
+    entries = []
+    for record in History("F:w5 L:w5 h<* " * 2000).records:
+        analyzer.feed([record])
+        if isinstance(record, Memcpy):
+            starts = {record.op - 1: 1000 * record.op, record.op: 1000 * record.op + 50}
+            analyzer.feed([Times(OpId(op), MAIN, 0, start, start + 100) for op, start in starts.items()])
+            if len(sink.findings) % 500 == 0:
+                entries.append(sum(_sizes(analyzer)))
+    assert len(sink.findings) == 2000
+    assert {finding.fingerprint for finding in sink.findings} == {sink.findings[0].fingerprint}
+    assert max(entries[1:]) < 1.12 * entries[0]
+    found = analyzer.blast_radius(sink.findings[0].fingerprint)
+    assert found.device_pages == ((0, 5),)
+    assert not found.complete
 
 
 def test_allocator_calls_alone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

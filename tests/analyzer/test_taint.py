@@ -41,13 +41,13 @@ from hicache_obs.testing import History, RecordingSink
 MAIN = ThreadId(0)
 
 
-def analysed(text: str, *more: Record, then: str = "") -> tuple[Analyzer, list[Finding]]:
+def analysed(text: str, *more: Record, then: str = "", pairs: int = taint.MAX_PAIRS) -> tuple[Analyzer, list[Finding]]:
     """An analyzer fed with a history, further records, and more of the history."""
     records: list[Record] = [*History(text).records, *more]
     if then:
         records += History(f"{text} {then}").records[-len(then.split()) :]
     sink = RecordingSink()
-    analyzer = Analyzer(sink)
+    analyzer = Analyzer(sink, pairs=pairs)
     analyzer.feed(records)
     analyzer.finish()
     return analyzer, sink.findings
@@ -607,7 +607,7 @@ def test_a_start_is_known_if_the_error_is_less_than_half_the_time(error_ns: int,
 def test_more_races_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one's radius is not complete; those before it are."""
     monkeypatch.setattr(taint, "MAX_RACES", 2)
-    analyzer, findings = analysed("F:w5 L:w5 S:w1 B:r1W1 X:w2 Y:w2")
+    analyzer, findings = analysed("F:w5 L:w5 S:w1 B:r1W1 X:w2 Y:w2", pairs=2)
     found = [analyzer.blast_radius((finding.earlier.op, finding.later.op)) for finding in findings]
     assert [radius.complete for radius in found] == [False, True, False]  # the first is no longer known by its pair
 

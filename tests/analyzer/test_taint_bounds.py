@@ -97,7 +97,7 @@ def nothing() -> BlastRadius:
 def test_so_many_fingerprints_have_a_radius(limit: int, named: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three races of three kinds; a second pair under a known name is always taken in."""
     monkeypatch.setattr(taint, "MAX_RACES", limit)
-    books, operations = Taint(), _operations()
+    books, operations = Taint(pairs=limit), _operations()
     for number, page in enumerate((1, 2, 3)):
         first, second = operations[2 * number : 2 * number + 2]
         books.race(first, second, ())
@@ -112,6 +112,26 @@ def test_so_many_fingerprints_have_a_radius(limit: int, named: list[bool], monke
     assert len(books._fingerprints) == sum(named)
     assert len(books._pairs) == min(limit, 4)
     assert len(books._races) == min(limit, 4)
+
+
+@pytest.mark.parametrize(("pairs", "complete"), [(2, True), (1, False)])
+@pytest.mark.parametrize("named_at_once", [False, True], ids=["named late", "named at once"])
+def test_a_fingerprint_outlives_its_pairs(pairs: int, named_at_once: bool, complete: bool) -> None:
+    """Who asks by fingerprint needs a pair until it has its name; without its name its radius is not complete."""
+    books, operations = Taint(pairs=pairs), _operations()
+    both = [operations[:2], operations[2:4]]
+    for first, second in both:
+        books.steps([first, second])
+        books.race(first, second, ())
+        if named_at_once:
+            books.name("HC-1", (first.op, second.op))
+    if not named_at_once:
+        for first, second in both:
+            books.name("HC-1", (first.op, second.op))
+    assert books.radius("HC-1").complete == (complete or named_at_once)
+    assert [books.radius((first.op, second.op)).complete for first, second in both] == [pairs == 2, True]
+    books.name("HC-1", (OpId(77), OpId(78)))
+    assert not books.radius("HC-1").complete
 
 
 def _operations() -> list[taint.Operation]:
