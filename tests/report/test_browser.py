@@ -201,7 +201,7 @@ def test_several_recordings_are_drawn_as_they_come_into_view(browse: Browse, che
     found = browse(html, steps=[{"key": "0"}])
 
     quiet(found, html)
-    assert found["text"].startswith("VIOLATED: ")
+    assert found["text"].startswith("LATENT RACES: ")
 
 
 @pytest.mark.slow
