@@ -215,7 +215,9 @@ def short(text: str) -> str:
     return re.sub(r"(?<![\w.])(15m|6h|5m|30s)\b", lambda match: SHORT[match[1]], text)
 
 
-def write_configs(folder: Path, alertmanager: str, webhooks: str, targets: dict[str, list[tuple[str, str]]]) -> None:
+def write_configs(
+    folder: Path, alertmanager: str, webhooks: str, targets: dict[str, list[tuple[str, str]]], *, rules: bool = True
+) -> None:
     """The committed rules and Alertmanager routes, only faster; targets by job as (address, pod)."""
     (folder / "hicache-obs-rules.yml").write_text(short((RULES / "hicache-obs-rules.yml").read_text()))
     routes = (RULES / "alertmanager.yml").read_text().replace("http://127.0.0.1:5001", webhooks)
@@ -232,7 +234,7 @@ def write_configs(folder: Path, alertmanager: str, webhooks: str, targets: dict[
     ]
     config = {
         "global": {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE, "evaluation_interval": SCRAPE},
-        "rule_files": ["hicache-obs-rules.yml"],
+        "rule_files": ["hicache-obs-rules.yml"] if rules else [],
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
         "scrape_configs": scrapes,
     }
@@ -254,7 +256,18 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
         processes = Processes(stack, folder)
         sglang = [(serve_sglang(stack, ":"), "engine-0"), (serve_sglang(stack, "_"), "engine-1")]
         agents = [(node, "engine-1"), (other, "engine-0")]  # the worst one's name is not the first
-        write_configs(folder, alerts, serve_webhooks(stack, webhooks), {"hicache-obs": agents, "sglang": sglang})
+        hooks, targets = serve_webhooks(stack, webhooks), {"hicache-obs": agents, "sglang": sglang}
+        write_configs(folder, alerts, hooks, targets, rules=False)
+        scraper = processes.start(
+            "prometheus",
+            [
+                prometheus,
+                "--config.file=prometheus.yml",
+                "--storage.tsdb.path=data",
+                f"--web.listen-address={served}",
+                "--enable-feature=exemplar-storage",
+            ],
+        )
         processes.start(
             "alertmanager",
             [
@@ -265,26 +278,21 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
                 "--cluster.listen-address=",
             ],
         )
-        start = time.time()
-        racy = Demo(processes, folder, ports[0], "none", receiver.url)
+        # Races come within seconds, and Prometheus looks up its targets for five: it must be there before the demos.
+        recorded = Recording(f"http://{served}", Period(0, 0), Period(0, 0), node, other, receiver, webhooks)
+        until(lambda: answers(f"http://{served}/-/ready") and scrapes(recorded, 0) == 2, "Prometheus scrapes")
         Demo(processes, folder, ports[1], "page", receiver.url)
-        until(lambda: answers(f"http://{node}/metrics") and answers(f"http://{other}/metrics"), "the demos serve")
-        processes.start(
-            "prometheus",
-            [
-                prometheus,
-                "--config.file=prometheus.yml",
-                "--storage.tsdb.path=data",
-                f"--web.listen-address={served}",
-                "--enable-feature=exemplar-storage",
-            ],
-        )
-        until(lambda: answers(f"http://{served}/-/ready"), "Prometheus is ready")
+        until(lambda: scrapes(recorded, 1) == 1, "the fenced demo serves")
+        racy = Demo(processes, folder, ports[0], "none", receiver.url)
+        until(lambda: scrapes(recorded, 1) == 2, "the unfenced demo serves")
+        start = time.time()
+        write_configs(folder, alerts, hooks, targets)
+        scraper.send_signal(signal.SIGHUP)
         until(lambda: racy.ended and has(webhooks, "firing"), "the violation pages")
         time.sleep(SETTLE_S)
         racy_end = time.time()
         processes.end(racy.process)
-        recorded = Recording(f"http://{served}", Period(start, racy_end), Period(0, 0), node, other, receiver, webhooks)
+        recorded = replace(recorded, racy=Period(start, racy_end))
         gone = f'up{{instance="{node}"}} == 0'
         until(lambda: bool(recorded.query(gone, time.time())), "Prometheus has missed the unfenced demo")
         time.sleep(1)  # pictures begin at the whole second
@@ -293,6 +301,11 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
         until(lambda: safe.ended and has(webhooks, "resolved"), "the page is over")
         time.sleep(SETTLE_S)
         yield replace(recorded, safe=Period(safe_start, time.time()))
+
+
+def scrapes(recording: Recording, up: int) -> int:
+    """Of how many demos the last scrape came to this."""
+    return len(recording.query(f'up{{job="hicache-obs"}} == {up}', time.time()))
 
 
 def has(webhooks: dict[str, list[Alert]], status: str) -> bool:
