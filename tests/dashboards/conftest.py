@@ -215,9 +215,7 @@ def short(text: str) -> str:
     return re.sub(r"(?<![\w.])(15m|6h|5m|30s)\b", lambda match: SHORT[match[1]], text)
 
 
-def write_configs(
-    folder: Path, alertmanager: str, webhooks: str, targets: dict[str, list[tuple[str, str]]], *, rules: bool = True
-) -> None:
+def write_configs(folder: Path, alertmanager: str, webhooks: str, targets: dict[str, list[tuple[str, str]]]) -> None:
     """The committed rules and Alertmanager routes, only faster; targets by job as (address, pod)."""
     (folder / "hicache-obs-rules.yml").write_text(short((RULES / "hicache-obs-rules.yml").read_text()))
     routes = (RULES / "alertmanager.yml").read_text().replace("http://127.0.0.1:5001", webhooks)
@@ -234,7 +232,7 @@ def write_configs(
     ]
     config = {
         "global": {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE, "evaluation_interval": SCRAPE},
-        "rule_files": ["hicache-obs-rules.yml"] if rules else [],
+        "rule_files": ["hicache-obs-rules.yml"],
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
         "scrape_configs": scrapes,
     }
@@ -256,9 +254,8 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
         processes = Processes(stack, folder)
         sglang = [(serve_sglang(stack, ":"), "engine-0"), (serve_sglang(stack, "_"), "engine-1")]
         agents = [(node, "engine-1"), (other, "engine-0")]  # the worst one's name is not the first
-        hooks, targets = serve_webhooks(stack, webhooks), {"hicache-obs": agents, "sglang": sglang}
-        write_configs(folder, alerts, hooks, targets, rules=False)
-        scraper = processes.start(
+        write_configs(folder, alerts, serve_webhooks(stack, webhooks), {"hicache-obs": agents, "sglang": sglang})
+        processes.start(
             "prometheus",
             [
                 prometheus,
@@ -286,8 +283,6 @@ def recording(require_tool: Callable[..., Path], tmp_path_factory: pytest.TempPa
         racy = Demo(processes, folder, ports[0], "none", receiver.url)
         until(lambda: scrapes(recorded, 1) == 2, "the unfenced demo serves")
         start = time.time()
-        write_configs(folder, alerts, hooks, targets)
-        scraper.send_signal(signal.SIGHUP)
         until(lambda: racy.ended and has(webhooks, "firing"), "the violation pages")
         time.sleep(SETTLE_S)
         racy_end = time.time()
